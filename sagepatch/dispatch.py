@@ -1,0 +1,133 @@
+"""Which kernel serves a call: a pure function of the call's description, the request and what this machine can run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sagepatch.backends.catalogue import CATALOGUE, SDPA
+from sagepatch.errors import InvalidArgument, VariantRefused
+from sagepatch.numerics.recipe import RECIPES, TIERS
+from sagepatch.spec import AttnSpec
+from sagepatch.variant import Variant
+
+# "auto" outside a calibrated layer quantises from this many keys and queries up; below, the pre-pass eats the gain.
+AUTO_MIN_LEN = 1024
+
+# Why a variant cannot run on this machine at all, or None. Passed in, so that choices are testable anywhere.
+Unusable = Callable[[Variant], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a caller wants: "auto", a tier, a recipe or a full `<toolchain>.<recipe>`; `emulate` admits emulated ones.
+
+    >>> Request("sage1_b").variant
+    'sage1_b'
+    """
+
+    variant: str = "auto"
+    emulate: bool = False
+
+    def __post_init__(self) -> None:
+        recipe = self.variant.rpartition(".")[2]
+        if self.variant not in ("auto", *TIERS) and recipe not in RECIPES:
+            raise InvalidArgument(
+                f"unknown variant {self.variant!r}: give 'auto', a tier ({', '.join(TIERS)}), "
+                f"a recipe ({', '.join(RECIPES)}) or <toolchain>.<recipe> (see `sagepatch explain`)"
+            )
+
+    @property
+    def by_full_name(self) -> bool:
+        return "." in self.variant
+
+    def wants(self, variant: Variant) -> bool:
+        """Whether `variant` is one that this request speaks of."""
+        if self.variant == "auto":
+            return True
+        return self.variant in (variant.name, variant.recipe.name, variant.tier)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What became of one candidate: taken when `reasons` is empty, refused because of all of them otherwise."""
+
+    variant: Variant
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The chosen kernel and the trace of every candidate that was looked at, in order."""
+
+    variant: Variant
+    decisions: tuple[Decision, ...]
+
+
+def candidates(
+    spec: AttnSpec,
+    request: Request,
+    unusable: Unusable,
+    catalogue: Sequence[Variant] = CATALOGUE,
+) -> tuple[Decision, ...]:
+    """Every variant that `request` speaks of, in catalogue order, with all reasons against each."""
+    return tuple(
+        Decision(variant, _reasons(spec, request, variant, unusable))
+        for variant in catalogue
+        if request.wants(variant)
+    )
+
+
+def select(
+    spec: AttnSpec,
+    request: Request,
+    unusable: Unusable,
+    catalogue: Sequence[Variant] = CATALOGUE,
+) -> Selection:
+    """Choose the first candidate that nothing speaks against; "auto" ends at exact attention.
+
+    Raises `VariantRefused` with every reason where an explicit request cannot be met.
+    """
+    decisions = candidates(spec, request, unusable, catalogue)
+    if request.variant == "auto":
+        reason = auto_stays_exact(spec, request)
+        if reason is not None:
+            return Selection(
+                SDPA,
+                (
+                    Decision(SDPA, ()),
+                    *(Decision(d.variant, (reason,)) for d in decisions if d.variant is not SDPA),
+                ),
+            )
+    for decision in decisions:
+        if not decision.reasons:
+            return Selection(decision.variant, decisions)
+    raise VariantRefused(
+        request.variant, [f"{d.variant.name}: {', '.join(d.reasons)}" for d in decisions]
+    )
+
+
+def auto_stays_exact(spec: AttnSpec, request: Request) -> str | None:
+    """Why an uncalibrated "auto" call should not be quantised at all, or None."""
+    if request.emulate:
+        return None
+    if spec.dtype in ("fp32", "fp64"):
+        return f"{spec.dtype} stays exact unless a variant is asked for"
+    if min(spec.q_len, spec.kv_len) < AUTO_MIN_LEN:
+        return f"short: {spec.q_len} queries and {spec.kv_len} keys, quantising pays from {AUTO_MIN_LEN}"
+    return None
+
+
+def _reasons(
+    spec: AttnSpec, request: Request, variant: Variant, unusable: Unusable
+) -> tuple[str, ...]:
+    reasons = variant.rejects(spec)
+    if variant.toolchain == "emulated" and not (request.emulate or request.by_full_name):
+        named_on_cpu = request.variant == variant.recipe.name and spec.device == "cpu"
+        if not named_on_cpu:
+            reasons = (
+                *reasons,
+                "emulation is for accuracy, not speed: ask with emulate=True or by full name",
+            )
+    here = unusable(variant)
+    return reasons if here is None else (*reasons, here)

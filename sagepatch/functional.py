@@ -1,0 +1,288 @@
+"""`sagepatch.attention`: SDPA's signature over our kernels, and the same for a patched layer by its handle."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from sagepatch import ops as _ops  # noqa: F401  (registers torch.ops.sagepatch)
+from sagepatch.backends.sdpa import run as run_sdpa
+from sagepatch.dispatch import Request
+from sagepatch.errors import InvalidArgument
+from sagepatch.numerics.recipe import EXACT
+from sagepatch.spec import Call, check_mask, check_shapes, mask_kind
+
+Layout = Literal["BHSD", "BSHD"]
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    causal_offset: int | None = ...,
+    window: int | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    cu_seqlens_q: Tensor | None = ...,
+    cu_seqlens_kv: Tensor | None = ...,
+    variant: str = ...,
+    layout: Layout = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    causal_offset: int | None = ...,
+    window: int | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    cu_seqlens_q: Tensor | None = ...,
+    cu_seqlens_kv: Tensor | None = ...,
+    variant: str = ...,
+    layout: Layout = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    causal_offset: int | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    variant: str = "auto",
+    layout: Layout = "BHSD",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Scaled dot product attention on quantised kernels; the first eight parameters are SDPA's.
+
+    Args:
+        q, k, v: [B, Hq, Sq, D], [B, Hkv, Skv, D], [B, Hkv, Skv, Dv] ("BHSD") or with heads and tokens swapped
+            ("BSHD"); any strides. 3-dimensional tensors are one batch less, as in SDPA.
+        attn_mask: bool (True keeps) or floating point (added to the scaled scores), broadcast to [B, Hq, Sq, Skv].
+        dropout_p: must be 0.
+        is_causal: top-left aligned, as in SDPA. Not together with `attn_mask`.
+        scale: multiplies the scores; 1/sqrt(D) by default.
+        enable_gqa: accepted for SDPA's sake; shared key heads are recognised from the shapes.
+        causal_offset: hides key j from query i where j > i + causal_offset; needs `is_causal=True`.
+            Skv - Sq is the alignment that a key-value cache needs.
+        window: keeps each token and the window - 1 before it; needs `is_causal=True`.
+        softcap: c replaces the scaled scores x by c * tanh(x / c).
+        sinks: [Hq], one extra logit a head that takes weight and gives nothing.
+        cu_seqlens_q, cu_seqlens_kv: [members + 1] int32 or int64 cumulative lengths of a packed call with B = 1.
+        variant: "auto", a tier ("fast", "safe", "exact"), a recipe ("sage2_8") or "<toolchain>.<recipe>".
+        layout: the layout of q, k, v and of the output.
+        return_lse: also return the natural log-sum-exp of the scores, [B, Hq, Sq] fp32.
+
+    Returns:
+        The output in v's dtype, [B, Hq, Sq, Dv] or [B, Sq, Hq, Dv]; with `return_lse` the pair (output, lse).
+
+    Raises:
+        InvalidArgument (a ValueError): arguments that do not form one attention call.
+        VariantRefused: an explicitly requested kernel cannot serve the call; the text gives every reason.
+
+    >>> q = torch.randn(1, 2, 64, 32)
+    >>> sagepatch.attention(q, q, q, variant="emulated.sage2_8").shape
+    torch.Size([1, 2, 64, 32])
+    """
+    if dropout_p != 0.0:
+        raise InvalidArgument(
+            f"dropout_p is {dropout_p}; quantised attention has no dropout, pass 0"
+        )
+    if layout not in ("BHSD", "BSHD"):
+        raise InvalidArgument(f"layout is {layout!r}, needs 'BHSD' or 'BSHD'")
+    batched = q.dim() == 4
+    if not batched and layout == "BHSD" and q.dim() == k.dim() == v.dim() == 3:
+        q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+    if layout == "BSHD" and q.dim() == k.dim() == v.dim() == 4:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    check_shapes(q, k, v)
+    _check_options(q, attn_mask, is_causal, causal_offset, window, softcap, sinks)
+    if attn_mask is not None:
+        mask_kind(attn_mask)
+        check_mask(attn_mask, q, k)
+    if (cu_seqlens_q is None) != (cu_seqlens_kv is None):
+        raise InvalidArgument("cu_seqlens_q and cu_seqlens_kv go together")
+    if cu_seqlens_q is not None and cu_seqlens_kv is not None:
+        _check_packed(q, k, attn_mask, cu_seqlens_q, cu_seqlens_kv)
+    Request(variant)
+    offset = (causal_offset or 0) if is_causal else None
+    call = Call(
+        q,
+        k,
+        v,
+        1 / math.sqrt(q.shape[3]) if scale is None else float(scale),
+        attn_mask,
+        offset,
+        window,
+        softcap,
+        sinks,
+        cu_seqlens_q,
+        cu_seqlens_kv,
+        layout == "BSHD",
+        return_lse,
+    )
+    out, lse = run(call, variant=variant)
+    if layout == "BSHD":
+        out = out.transpose(1, 2)
+    if not batched:
+        out, lse = out.squeeze(0), lse.squeeze(0) if return_lse else lse
+    return (out, lse) if return_lse else out
+
+
+def run(
+    call: Call, *, handle: Tensor | None = None, variant: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Send a checked call through the op, or through differentiable exact attention where gradients are needed."""
+    call = autocast(call)
+    if needs_grad(call):
+        if handle is None and variant not in ("auto", "exact"):
+            raise InvalidArgument(
+                f"variant {variant!r} has no backward; call it under torch.no_grad() or pass variant='exact'"
+            )
+        out, lse = run_sdpa(call, EXACT)
+        return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
+    result: tuple[Tensor, Tensor] = torch.ops.sagepatch.attention(
+        call.q,
+        call.k,
+        call.v,
+        call.attn_mask,
+        call.sinks,
+        call.cu_seqlens_q,
+        call.cu_seqlens_kv,
+        handle,
+        call.scale,
+        call.causal_offset,
+        call.window,
+        call.softcap,
+        variant,
+        call.bshd_out,
+        call.return_lse,
+    )
+    return result
+
+
+def needs_grad(call: Call) -> bool:
+    """Whether autograd will want a backward through this call."""
+    if not torch.is_grad_enabled():
+        return False
+    extra = (call.attn_mask, call.sinks)
+    return any(t.requires_grad for t in (call.q, call.k, call.v)) or any(
+        t is not None and t.requires_grad for t in extra
+    )
+
+
+def autocast(call: Call) -> Call:
+    """Cast floating-point tensors as `torch.autocast` casts the inputs of SDPA; unchanged outside autocast."""
+    device = call.q.device.type
+    if not torch.is_autocast_enabled(device):
+        return call
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(tensor: Tensor | None) -> Tensor | None:
+        wide = tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
+        return tensor.to(dtype) if wide and tensor is not None else tensor
+
+    q, k, v = cast(call.q), cast(call.k), cast(call.v)
+    assert q is not None and k is not None and v is not None
+    return Call(
+        q,
+        k,
+        v,
+        call.scale,
+        cast(call.attn_mask),
+        call.causal_offset,
+        call.window,
+        call.softcap,
+        call.sinks,
+        call.cu_seqlens_q,
+        call.cu_seqlens_kv,
+        call.bshd_out,
+        call.return_lse,
+    )
+
+
+def _check_options(
+    q: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    causal_offset: int | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> None:
+    if is_causal and attn_mask is not None:
+        raise InvalidArgument(
+            "is_causal and attn_mask exclude each other, as in SDPA: fold one into the other"
+        )
+    if causal_offset is not None and not is_causal:
+        raise InvalidArgument(f"causal_offset={causal_offset} needs is_causal=True")
+    if window is not None and (not is_causal or window < 1):
+        raise InvalidArgument(f"window={window} needs is_causal=True and at least 1")
+    if softcap is not None and not softcap > 0:
+        raise InvalidArgument(f"softcap={softcap} must be positive")
+    if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
+        raise InvalidArgument(
+            f"sinks has shape {tuple(sinks.shape)}, needs one value a query head: ({q.shape[1]},)"
+        )
+
+
+def _check_packed(
+    q: Tensor, k: Tensor, attn_mask: Tensor | None, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor
+) -> None:
+    if attn_mask is not None:
+        raise InvalidArgument(
+            "a packed call takes no attn_mask: its members are separated by cu_seqlens"
+        )
+    if q.shape[0] != 1:
+        raise InvalidArgument(f"a packed call has batch 1, found {q.shape[0]}")
+    for name, offsets, total in (
+        ("cu_seqlens_q", cu_seqlens_q, q.shape[2]),
+        ("cu_seqlens_kv", cu_seqlens_kv, k.shape[2]),
+    ):
+        if offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64):
+            raise InvalidArgument(
+                f"{name} must be one row of int32 or int64, found {offsets.dtype} of {tuple(offsets.shape)}"
+            )
+        if offsets.numel() < 2:
+            raise InvalidArgument(f"{name} needs at least two entries, found {offsets.numel()}")
+        if offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+            steps = offsets.tolist()
+            if (
+                steps[0] != 0
+                or steps[-1] != total
+                or any(a > b for a, b in zip(steps, steps[1:], strict=False))
+            ):
+                raise InvalidArgument(
+                    f"{name} must rise from 0 to the total of {total} tokens, found {steps}"
+                )
+    if cu_seqlens_q.numel() != cu_seqlens_kv.numel():
+        raise InvalidArgument(
+            f"cu_seqlens_q and cu_seqlens_kv describe {cu_seqlens_q.numel() - 1} and {cu_seqlens_kv.numel() - 1} members"
+        )

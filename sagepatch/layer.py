@@ -1,0 +1,114 @@
+"""The state of one patched layer and how the op finds it: by the number in the layer's 0-dim CPU tensor."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from sagepatch.backends.catalogue import SDPA
+from sagepatch.dispatch import Request, Unusable, select
+from sagepatch.errors import StrictFallback, VariantRefused
+from sagepatch.ledger import Record
+from sagepatch.spec import AttnSpec, Call
+from sagepatch.variant import Variant
+
+logger = logging.getLogger("sagepatch")
+
+SiteKind = Literal["self", "cross", "joint"]
+Guard = Literal["auto", "sync", "off"]
+# Sees one call of an unlocked layer and returns its exact output: (layer, call) -> (out, lse or None).
+Observer = Callable[["PatchedLayer", Call], tuple[Tensor, Tensor | None]]
+
+SHORT = "short: a single query is bound by memory, not by tensor cores"
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How a patched layer behaves where it cannot run its kernel; the same for every layer of one `apply`."""
+
+    strict: bool = False
+    guard: Guard = "auto"
+    emulate: bool = False
+
+
+@dataclass(eq=False)
+class PatchedLayer:
+    """One attention layer of one patched model.
+
+    `request` is what the layer was told to run: "exact" until a plan or a calibration decides. `observer` is set
+    while the layer still calibrates. The op writes `record`; `demoted` is why the layer runs exact from now on.
+    """
+
+    name: str
+    kind: SiteKind
+    policy: Policy
+    request: Request
+    unusable: Unusable
+    observer: Observer | None = None
+    reason: str = ""
+    demoted: str | None = None
+    record: Record = field(default_factory=Record)
+    handle: Tensor = field(init=False)
+    _chosen: dict[AttnSpec, tuple[Variant, str | None]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        number = next(_numbers)
+        # One number, read inside the op: an attribute that differs by layer without a recompile by layer.
+        self.handle = torch.tensor(number, dtype=torch.int64)
+        _LAYERS[number] = self
+
+    def run_with(self, request: Request, reason: str) -> None:
+        """Settle what this layer runs from now on, and why."""
+        self.request = request
+        self.reason = reason
+        self.observer = None
+        self._chosen = {}
+
+    def demote(self, reason: str) -> None:
+        """Run exact attention from now on; warn once."""
+        self.demoted = reason
+        self._chosen = {}
+        if self.record.note(f"demoted to exact attention: {reason}"):
+            logger.warning(
+                "sagepatch: layer %s runs exact attention from now on: %s", self.name, reason
+            )
+
+    def choose(self, spec: AttnSpec) -> tuple[Variant, str | None]:
+        """The kernel for a call of this layer, and why it is exact where the layer's own kernel cannot serve.
+
+        Raises `StrictFallback` under `strict=True` instead of falling back.
+        """
+        known = self._chosen.get(spec)
+        if known is None:
+            known = self._chosen[spec] = self._decide(spec)
+        return known
+
+    def _decide(self, spec: AttnSpec) -> tuple[Variant, str | None]:
+        if self.demoted is not None:
+            return SDPA, f"demoted: {self.demoted}"
+        if self.request.variant == "exact":
+            return SDPA, None
+        if spec.q_len == 1 and not self.request.by_full_name:
+            return SDPA, SHORT
+        try:
+            return select(spec, self.request, self.unusable).variant, None
+        except VariantRefused as refused:
+            if self.policy.strict:
+                raise StrictFallback(self.name, self.request.variant, refused.reasons) from None
+            return SDPA, "; ".join(refused.reasons)
+
+
+_numbers = itertools.count(1)
+_LAYERS: WeakValueDictionary[int, PatchedLayer] = WeakValueDictionary()
+
+
+def find_layer(handle: Tensor) -> PatchedLayer | None:
+    """The layer whose handle this is; None for a handle that outlived its patch or came from another process."""
+    return _LAYERS.get(int(handle.item()))

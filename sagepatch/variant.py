@@ -1,0 +1,117 @@
+"""A kernel as a record: what it computes, where its code is, and which calls it serves; no tensors, no machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sagepatch.numerics.recipe import Recipe, Tier
+from sagepatch.spec import AttnSpec, MaskKind
+
+Toolchain = Literal["sdpa", "emulated", "triton", "cuda", "cuda_mma"]
+ALL_MASKS = frozenset(MaskKind)
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far a kernel may be from its emulator (its own faults), worst head: not the price of the recipe."""
+
+    cosine: float
+    rel_l1: float
+    lse_abs: float = 2e-2
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One kernel of one toolchain for one recipe, `<toolchain>.<recipe>`.
+
+    `entry` is "module:function", imported on first use; the function has the signature of `backends.Kernel`.
+    `archs` None means any device of `devices`; `ran_on` lists the architectures where its tests have passed,
+    the others are "compiled, not yet run". `numerics_version` rises when the same inputs give other numbers.
+    """
+
+    toolchain: Toolchain
+    recipe: Recipe
+    entry: str
+    devices: frozenset[str]
+    archs: frozenset[int] | None
+    head_dims: tuple[
+        int, int
+    ]  # smallest and largest served, padded inside where the kernel needs it
+    dtypes: frozenset[str]
+    tolerance: Tolerance
+    masks: frozenset[MaskKind] = ALL_MASKS
+    causal: bool = True
+    window: bool = True
+    softcap: bool = True
+    sinks: bool = True
+    packed: bool = True
+    gqa: bool = True
+    own_v_head_dim: bool = True  # Dv may differ from D
+    lse: bool = True
+    min_kv_len: int = 0
+    needs: tuple[str, ...] = ()  # importable packages that the code wants
+    ran_on: frozenset[int] = field(default_factory=frozenset)
+    numerics_version: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.toolchain}.{self.recipe.name}"
+
+    @property
+    def tier(self) -> Tier:
+        return self.recipe.tier
+
+    def rejects(self, spec: AttnSpec) -> tuple[str, ...]:
+        """All reasons why this kernel cannot serve `spec`, each with the value found and the one needed."""
+        low, high = self.head_dims
+        checks = (
+            (
+                spec.device not in self.devices,
+                f"device is {spec.device}, needs {_either(self.devices)}",
+            ),
+            (
+                spec.device == "cuda" and self.archs is not None and spec.arch not in self.archs,
+                f"GPU is sm_{spec.arch}, needs {_either(f'sm_{arch}' for arch in self.archs or ())}",
+            ),
+            (spec.dtype not in self.dtypes, f"dtype is {spec.dtype}, needs {_either(self.dtypes)}"),
+            (
+                spec.v_dtype not in self.dtypes,
+                f"dtype of v is {spec.v_dtype}, needs {_either(self.dtypes)}",
+            ),
+            (
+                not low <= spec.head_dim <= high,
+                f"head_dim is {spec.head_dim}, needs {low} to {high}",
+            ),
+            (
+                not low <= spec.v_head_dim <= high,
+                f"head_dim of v is {spec.v_head_dim}, needs {low} to {high}",
+            ),
+            (
+                spec.v_head_dim != spec.head_dim and not self.own_v_head_dim,
+                f"head_dim of v is {spec.v_head_dim}, needs {spec.head_dim} as q",
+            ),
+            (
+                spec.kv_len < self.min_kv_len,
+                f"kv_len is {spec.kv_len}, needs at least {self.min_kv_len}",
+            ),
+            (
+                spec.mask not in self.masks,
+                f"mask is {spec.mask.value}, needs {_either(mask.value for mask in self.masks)}",
+            ),
+            (spec.causal and not self.causal, "call is causal, this kernel is not"),
+            (spec.window is not None and not self.window, f"window is {spec.window}, needs none"),
+            (spec.softcap and not self.softcap, "call has a soft cap, needs none"),
+            (spec.sinks and not self.sinks, "call has sinks, needs none"),
+            (spec.packed and not self.packed, "call is packed, needs one length a batch"),
+            (
+                spec.q_heads != spec.kv_heads and not self.gqa,
+                f"{spec.q_heads} query heads share {spec.kv_heads} key heads, needs equal counts",
+            ),
+            (spec.lse and not self.lse, "call wants the log-sum-exp, this kernel has none"),
+        )
+        return tuple(reason for failed, reason in checks if failed)
+
+
+def _either(values: object) -> str:
+    return " or ".join(sorted(str(value) for value in values))  # type: ignore[attr-defined]
