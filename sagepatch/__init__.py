@@ -1,4 +1,6 @@
-"""sagepatch: quantised attention for diffusers pipelines and transformers models, one line, layer by layer, with proof."""
+"""sagepatch: quantised attention for diffusers pipelines and transformers models, one line, layer
+by layer, with proof.
+"""
 
 from sagepatch.functional import attention
 

@@ -1,4 +1,6 @@
-"""Which kernel serves a call: a pure function of the call's description, the request and what this machine can run."""
+"""Which kernel serves a call: a pure function of the call's description, the request and what this
+machine can run.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,19 @@ from sagepatch.numerics.recipe import RECIPES, TIERS
 from sagepatch.spec import AttnSpec
 from sagepatch.variant import Variant
 
-# "auto" outside a calibrated layer quantises from this many keys and queries up; below, the pre-pass eats the gain.
+# "auto" outside a calibrated layer quantises from this many keys and queries up; below, the pre-
+# pass eats the gain.
 AUTO_MIN_LEN = 1024
 
-# Why a variant cannot run on this machine at all, or None. Passed in, so that choices are testable anywhere.
+# Why a variant cannot run on this machine at all, or None. Passed in, so that choices are testable
+# anywhere.
 Unusable = Callable[[Variant], str | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a caller wants: "auto", a tier, a recipe or a full `<toolchain>.<recipe>`; `emulate` admits emulated ones.
+    """What a caller wants: "auto", a tier, a recipe or a full `<toolchain>.<recipe>`; `emulate`
+    admits emulated ones.
 
     >>> Request("sage1_b").variant
     'sage1_b'
@@ -50,7 +55,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What became of one candidate: taken when `reasons` is empty, refused because of all of them otherwise."""
+    """What became of one candidate: taken when `reasons` is empty, refused because of all of them
+    otherwise.
+    """
 
     variant: Variant
     reasons: tuple[str, ...]
@@ -114,7 +121,10 @@ def auto_stays_exact(spec: AttnSpec, request: Request) -> str | None:
     if spec.dtype in ("fp32", "fp64"):
         return f"{spec.dtype} stays exact unless a variant is asked for"
     if min(spec.q_len, spec.kv_len) < AUTO_MIN_LEN:
-        return f"short: {spec.q_len} queries and {spec.kv_len} keys, quantising pays from {AUTO_MIN_LEN}"
+        return (
+            f"short: {spec.q_len} queries and {spec.kv_len} keys, "
+            f"quantising pays from {AUTO_MIN_LEN}"
+        )
     return None
 
 

@@ -1,4 +1,6 @@
-"""The errors that sagepatch raises on purpose, each with the exit code that the command line gives it."""
+"""The errors that sagepatch raises on purpose, each with the exit code that the command line gives
+it.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from collections.abc import Sequence
 class SagepatchError(Exception):
     """Base of every deliberate error. A caller can show its text to a user as it stands.
 
-    `exit_code` is what the command line returns: 1 a fault of ours, 2 usage, 3 model, network, environment or
-    nothing patched, 4 a plan or variant refused.
+    `exit_code` is what the command line returns: 1 a fault of ours, 2 usage, 3 model, network,
+    environment or nothing patched, 4 a plan or variant refused.
     """
 
     exit_code = 1

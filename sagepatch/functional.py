@@ -1,8 +1,11 @@
-"""`sagepatch.attention`: SDPA's signature over our kernels, and the same for a patched layer by its handle."""
+"""`sagepatch.attention`: SDPA's signature over our kernels, and the same for a patched layer by its
+handle.
+"""
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Literal, overload
 
 import torch
@@ -83,29 +86,35 @@ def attention(
     """Scaled dot product attention on quantised kernels; the first eight parameters are SDPA's.
 
     Args:
-        q, k, v: [B, Hq, Sq, D], [B, Hkv, Skv, D], [B, Hkv, Skv, Dv] ("BHSD") or with heads and tokens swapped
+        q, k, v: [B, Hq, Sq, D], [B, Hkv, Skv, D], [B, Hkv, Skv, Dv] ("BHSD") or with heads and
+            tokens swapped
             ("BSHD"); any strides. 3-dimensional tensors are one batch less, as in SDPA.
-        attn_mask: bool (True keeps) or floating point (added to the scaled scores), broadcast to [B, Hq, Sq, Skv].
+        attn_mask: bool (True keeps) or floating point (added to the scaled scores), broadcast to
+            [B, Hq, Sq, Skv].
         dropout_p: must be 0.
         is_causal: top-left aligned, as in SDPA. Not together with `attn_mask`.
         scale: multiplies the scores; 1/sqrt(D) by default.
         enable_gqa: accepted for SDPA's sake; shared key heads are recognised from the shapes.
         causal_offset: hides key j from query i where j > i + causal_offset; needs `is_causal=True`.
             Skv - Sq is the alignment that a key-value cache needs.
-        window: keeps each token and the window - 1 before it; needs `is_causal=True`.
+        window: keeps each token and the window - 1 before it, so later keys are hidden too.
         softcap: c replaces the scaled scores x by c * tanh(x / c).
         sinks: [Hq], one extra logit a head that takes weight and gives nothing.
-        cu_seqlens_q, cu_seqlens_kv: [members + 1] int32 or int64 cumulative lengths of a packed call with B = 1.
-        variant: "auto", a tier ("fast", "safe", "exact"), a recipe ("sage2_8") or "<toolchain>.<recipe>".
+        cu_seqlens_q, cu_seqlens_kv: [members + 1] int32 or int64 cumulative lengths of a packed
+            call with B = 1.
+        variant: "auto", a tier ("fast", "safe", "exact"), a recipe ("sage2_8") or
+            "<toolchain>.<recipe>".
         layout: the layout of q, k, v and of the output.
         return_lse: also return the natural log-sum-exp of the scores, [B, Hq, Sq] fp32.
 
     Returns:
-        The output in v's dtype, [B, Hq, Sq, Dv] or [B, Sq, Hq, Dv]; with `return_lse` the pair (output, lse).
+        The output in v's dtype, [B, Hq, Sq, Dv] or [B, Sq, Hq, Dv]; with `return_lse` the pair
+        (output, lse).
 
     Raises:
         InvalidArgument (a ValueError): arguments that do not form one attention call.
-        VariantRefused: an explicitly requested kernel cannot serve the call; the text gives every reason.
+        VariantRefused: an explicitly requested kernel cannot serve the call; the text gives every
+        reason.
 
     >>> q = torch.randn(1, 2, 64, 32)
     >>> sagepatch.attention(q, q, q, variant="emulated.sage2_8").shape
@@ -132,7 +141,7 @@ def attention(
     if cu_seqlens_q is not None and cu_seqlens_kv is not None:
         _check_packed(q, k, attn_mask, cu_seqlens_q, cu_seqlens_kv)
     Request(variant)
-    offset = (causal_offset or 0) if is_causal else None
+    offset = (causal_offset or 0) if is_causal or window is not None else None
     call = Call(
         q,
         k,
@@ -159,12 +168,15 @@ def attention(
 def run(
     call: Call, *, handle: Tensor | None = None, variant: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Send a checked call through the op, or through differentiable exact attention where gradients are needed."""
+    """Send a checked call through the op, or through differentiable exact attention where gradients
+    are needed.
+    """
     call = autocast(call)
     if needs_grad(call):
         if handle is None and variant not in ("auto", "exact"):
             raise InvalidArgument(
-                f"variant {variant!r} has no backward; call it under torch.no_grad() or pass variant='exact'"
+                f"variant {variant!r} has no backward; "
+                "call it under torch.no_grad() or pass variant='exact'"
             )
         out, lse = run_sdpa(call, EXACT)
         return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
@@ -199,7 +211,9 @@ def needs_grad(call: Call) -> bool:
 
 
 def autocast(call: Call) -> Call:
-    """Cast floating-point tensors as `torch.autocast` casts the inputs of SDPA; unchanged outside autocast."""
+    """Cast floating-point tensors as `torch.autocast` casts the inputs of SDPA; unchanged outside
+    autocast.
+    """
     device = call.q.device.type
     if not torch.is_autocast_enabled(device):
         return call
@@ -210,7 +224,9 @@ def autocast(call: Call) -> Call:
         return tensor.to(dtype) if wide and tensor is not None else tensor
 
     q, k, v = cast(call.q), cast(call.k), cast(call.v)
-    assert q is not None and k is not None and v is not None
+    assert q is not None
+    assert k is not None
+    assert v is not None
     return Call(
         q,
         k,
@@ -243,8 +259,10 @@ def _check_options(
         )
     if causal_offset is not None and not is_causal:
         raise InvalidArgument(f"causal_offset={causal_offset} needs is_causal=True")
-    if window is not None and (not is_causal or window < 1):
-        raise InvalidArgument(f"window={window} needs is_causal=True and at least 1")
+    if window is not None and window < 1:
+        raise InvalidArgument(
+            f"window={window} must keep at least the token itself: pass 1 or more"
+        )
     if softcap is not None and not softcap > 0:
         raise InvalidArgument(f"softcap={softcap} must be positive")
     if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
@@ -268,21 +286,19 @@ def _check_packed(
     ):
         if offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64):
             raise InvalidArgument(
-                f"{name} must be one row of int32 or int64, found {offsets.dtype} of {tuple(offsets.shape)}"
+                f"{name} must be one row of int32 or int64, "
+                f"found {offsets.dtype} of {tuple(offsets.shape)}"
             )
         if offsets.numel() < 2:
             raise InvalidArgument(f"{name} needs at least two entries, found {offsets.numel()}")
         if offsets.device.type == "cpu" and not torch.compiler.is_compiling():
             steps = offsets.tolist()
-            if (
-                steps[0] != 0
-                or steps[-1] != total
-                or any(a > b for a, b in zip(steps, steps[1:], strict=False))
-            ):
+            if steps[0] != 0 or steps[-1] != total or any(a > b for a, b in pairwise(steps)):
                 raise InvalidArgument(
                     f"{name} must rise from 0 to the total of {total} tokens, found {steps}"
                 )
     if cu_seqlens_q.numel() != cu_seqlens_kv.numel():
         raise InvalidArgument(
-            f"cu_seqlens_q and cu_seqlens_kv describe {cu_seqlens_q.numel() - 1} and {cu_seqlens_kv.numel() - 1} members"
+            f"cu_seqlens_q and cu_seqlens_kv describe {cu_seqlens_q.numel() - 1} "
+            f"and {cu_seqlens_kv.numel() - 1} members"
         )

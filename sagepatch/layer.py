@@ -1,4 +1,6 @@
-"""The state of one patched layer and how the op finds it: by the number in the layer's 0-dim CPU tensor."""
+"""The state of one patched layer and how the op finds it: by the number in the layer's 0-dim CPU
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ logger = logging.getLogger("sagepatch")
 
 SiteKind = Literal["self", "cross", "joint"]
 Guard = Literal["auto", "sync", "off"]
-# Sees one call of an unlocked layer and returns its exact output: (layer, call) -> (out, lse or None).
+# Sees one call of an unlocked layer and returns its exact output: (layer, call) -> (out, lse or
+# None).
 Observer = Callable[["PatchedLayer", Call], tuple[Tensor, Tensor | None]]
 
 SHORT = "short: a single query is bound by memory, not by tensor cores"
@@ -31,7 +34,9 @@ SHORT = "short: a single query is bound by memory, not by tensor cores"
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How a patched layer behaves where it cannot run its kernel; the same for every layer of one `apply`."""
+    """How a patched layer behaves where it cannot run its kernel; the same for every layer of one
+    `apply`.
+    """
 
     strict: bool = False
     guard: Guard = "auto"
@@ -42,8 +47,9 @@ class Policy:
 class PatchedLayer:
     """One attention layer of one patched model.
 
-    `request` is what the layer was told to run: "exact" until a plan or a calibration decides. `observer` is set
-    while the layer still calibrates. The op writes `record`; `demoted` is why the layer runs exact from now on.
+    `request` is what the layer was told to run: "exact" until a plan or a calibration decides.
+    `observer` is set while the layer still calibrates. The op writes `record`; `demoted` is why the
+    layer runs exact from now on.
     """
 
     name: str
@@ -60,7 +66,8 @@ class PatchedLayer:
 
     def __post_init__(self) -> None:
         number = next(_numbers)
-        # One number, read inside the op: an attribute that differs by layer without a recompile by layer.
+        # One number, read inside the op: an attribute that differs by layer without a recompile by
+        # layer.
         self.handle = torch.tensor(number, dtype=torch.int64)
         _LAYERS[number] = self
 
@@ -81,7 +88,8 @@ class PatchedLayer:
             )
 
     def choose(self, spec: AttnSpec) -> tuple[Variant, str | None]:
-        """The kernel for a call of this layer, and why it is exact where the layer's own kernel cannot serve.
+        """The kernel for a call of this layer, and why it is exact where the layer's own kernel
+        cannot serve.
 
         Raises `StrictFallback` under `strict=True` instead of falling back.
         """
@@ -110,5 +118,7 @@ _LAYERS: WeakValueDictionary[int, PatchedLayer] = WeakValueDictionary()
 
 
 def find_layer(handle: Tensor) -> PatchedLayer | None:
-    """The layer whose handle this is; None for a handle that outlived its patch or came from another process."""
+    """The layer whose handle this is; None for a handle that outlived its patch or came from
+    another process.
+    """
     return _LAYERS.get(int(handle.item()))

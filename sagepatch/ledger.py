@@ -1,4 +1,6 @@
-"""What ran where: calls by kernel and fallbacks by reason of one patched layer. Counts may be approximate under threads."""
+"""What ran where: calls by kernel and fallbacks by reason of one patched layer. Counts may be
+approximate under threads.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from sagepatch.spec import AttnSpec
 
 @dataclass(slots=True)
 class Record:
-    """The running account of one site. Written by the op, read by the report; nothing here decides anything."""
+    """The running account of one site. Written by the op, read by the report; nothing here decides
+    anything.
+    """
 
     calls: int = 0
     by_variant: Counter[str] = field(default_factory=Counter)

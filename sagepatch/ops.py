@@ -1,4 +1,6 @@
-"""`torch.ops.sagepatch.attention`: the one opaque operation behind which every kernel sits, and its fake."""
+"""`torch.ops.sagepatch.attention`: the one opaque operation behind which every kernel sits, and its
+fake.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,10 @@ from sagepatch.variant import Variant
 
 _LIBRARY = torch.library.Library("sagepatch", "DEF")
 _LIBRARY.define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, Tensor? sinks, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_kv, Tensor? handle, float scale, int? causal_offset, int? window, float? softcap, "
-    "str variant, bool bshd_out, bool return_lse) -> (Tensor, Tensor)",
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, Tensor? sinks, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? handle, float scale, int? causal_offset, "
+    "int? window, float? softcap, str variant, bool bshd_out, bool return_lse) "
+    "-> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 

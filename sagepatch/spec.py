@@ -1,9 +1,11 @@
-"""One attention call: its tensors and options (`Call`) and its description without tensors (`AttnSpec`). No policy."""
+"""One attention call: its tensors and options (`Call`) and its description without tensors
+(`AttnSpec`). No policy.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -18,8 +20,10 @@ DTYPE_NAMES = {
 }
 
 
-class MaskKind(str, Enum):
-    """The kinds of mask that kernels tell apart; found from shape and dtype alone, never from values."""
+class MaskKind(StrEnum):
+    """The kinds of mask that kernels tell apart; found from shape and dtype alone, never from
+    values.
+    """
 
     NONE = "none"
     KEY_PADDING = "key_padding"  # bool, the same for every query and head: [B or 1, 1, 1, Skv]
@@ -31,9 +35,10 @@ class MaskKind(str, Enum):
 class AttnSpec:
     """One attention call without its tensors; every decision of the library takes one of these.
 
-    Sizes count elements. `arch` is the compute capability as an integer (90 for sm_90) or None off CUDA.
-    `causal_offset` is None for a call that is not causal; n hides key j from query i where j > i + n.
-    `window` keeps a token and the window - 1 before it. Packed calls carry `q_len` and `kv_len` totals.
+    Sizes count elements. `arch` is the compute capability as an integer (90 for sm_90) or None off
+    CUDA. `causal_offset` is None for a call that is not causal; n hides key j from query i where j
+    > i + n. `window` keeps a token and the window - 1 before it. Packed calls carry `q_len` and
+    `kv_len` totals.
     """
 
     batch: int
@@ -83,7 +88,9 @@ class AttnSpec:
 
 
 def mask_kind(mask: Tensor | None) -> MaskKind:
-    """Classify a mask by dtype and shape. Integer masks are refused: 0/1 integers have no agreed meaning."""
+    """Classify a mask by dtype and shape. Integer masks are refused: 0/1 integers have no agreed
+    meaning.
+    """
     if mask is None:
         return MaskKind.NONE
     if mask.dtype == torch.bool:
@@ -101,10 +108,11 @@ def mask_kind(mask: Tensor | None) -> MaskKind:
 class Call:
     """One attention call with its tensors, in the one layout that kernels know.
 
-    q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv], any strides. `scale` multiplies the scores.
-    `attn_mask` broadcasts to [B, Hq, Sq, Skv]. `causal_offset` None: not causal. `sinks` [Hq]: one extra logit a
-    head that takes weight and gives nothing. Packed calls hold B = 1 and cumulative lengths `cu_seqlens_*`
-    [members + 1] int32. `bshd_out` asks for an output whose memory order is [B, Sq, Hq, Dv].
+    q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv], any strides. `scale` multiplies the
+    scores. `attn_mask` broadcasts to [B, Hq, Sq, Skv]. `causal_offset` None: not causal. `sinks`
+    [Hq]: one extra logit a head that takes weight and gives nothing. Packed calls hold B = 1 and
+    cumulative lengths `cu_seqlens_*` [members + 1] int32. `bshd_out` asks for an output whose
+    memory order is [B, Sq, Hq, Dv].
     """
 
     q: Tensor
@@ -126,7 +134,9 @@ class Call:
         return self.cu_seqlens_q is not None
 
     def empty_out(self) -> Tensor:
-        """Unwritten output [B, Hq, Sq, Dv] in v's dtype and in the memory order that the caller asked for."""
+        """Unwritten output [B, Hq, Sq, Dv] in v's dtype and in the memory order that the caller
+        asked for.
+        """
         B, Hq, Sq, _ = self.q.shape
         Dv = self.v.shape[3]
         if self.bshd_out:
@@ -138,7 +148,9 @@ class Call:
         return self.q.new_empty(self.q.shape[:3], dtype=torch.float32)
 
     def spec(self) -> AttnSpec:
-        """Describe this call; raises `InvalidArgument` where the shapes do not form one attention call."""
+        """Describe this call; raises `InvalidArgument` where the shapes do not form one attention
+        call.
+        """
         q, k, v = self.q, self.k, self.v
         check_shapes(q, k, v)
         if self.attn_mask is not None:
@@ -177,18 +189,22 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise InvalidArgument(f"q and k differ in head size: {q.shape[3]} and {k.shape[3]}")
     if k.shape[:3] != v.shape[:3]:
         raise InvalidArgument(
-            f"k and v must agree in batch, heads and tokens; found {tuple(k.shape)} and {tuple(v.shape)}"
+            f"k and v must agree in batch, heads and tokens; "
+            f"found {tuple(k.shape)} and {tuple(v.shape)}"
         )
     if q.shape[0] != k.shape[0]:
         raise InvalidArgument(f"q and k differ in batch: {q.shape[0]} and {k.shape[0]}")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise InvalidArgument(
-            f"{q.shape[1]} query heads cannot share {k.shape[1]} key heads: the second must divide the first"
+            f"{q.shape[1]} query heads cannot share {k.shape[1]} key heads: "
+            "the second must divide the first"
         )
 
 
 def check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
-    """Refuse a mask that does not broadcast to [B, Hq, Sq, Skv]; the size of each axis must be 1 or exact."""
+    """Refuse a mask that does not broadcast to [B, Hq, Sq, Skv]; the size of each axis must be 1 or
+    exact.
+    """
     target = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     shape = tuple(mask.shape)
     fits = mask.dim() <= 4 and all(
@@ -196,7 +212,8 @@ def check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
     )
     if not fits:
         raise InvalidArgument(
-            f"attn_mask of shape {shape} does not broadcast to [batch, heads, queries, keys] = {target}"
+            f"attn_mask of shape {shape} does not broadcast to "
+            f"[batch, heads, queries, keys] = {target}"
         )
 
 
@@ -204,7 +221,9 @@ _ARCH_OF_INDEX: dict[int, int] = {}
 
 
 def arch_of(device: torch.device) -> int | None:
-    """Compute capability of a CUDA device as an integer (86, 90, 120), None elsewhere; cached per device."""
+    """Compute capability of a CUDA device as an integer (86, 90, 120), None elsewhere; cached per
+    device.
+    """
     if device.type != "cuda" or torch.version.cuda is None:
         return None
     index = device.index if device.index is not None else torch.cuda.current_device()

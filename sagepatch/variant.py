@@ -1,7 +1,10 @@
-"""A kernel as a record: what it computes, where its code is, and which calls it serves; no tensors, no machine."""
+"""A kernel as a record: what it computes, where its code is, and which calls it serves; no tensors,
+no machine.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,7 +17,9 @@ ALL_MASKS = frozenset(MaskKind)
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far a kernel may be from its emulator (its own faults), worst head: not the price of the recipe."""
+    """How far a kernel may be from its emulator (its own faults), worst head: not the price of the
+    recipe.
+    """
 
     cosine: float
     rel_l1: float
@@ -25,9 +30,10 @@ class Tolerance:
 class Variant:
     """One kernel of one toolchain for one recipe, `<toolchain>.<recipe>`.
 
-    `entry` is "module:function", imported on first use; the function has the signature of `backends.Kernel`.
-    `archs` None means any device of `devices`; `ran_on` lists the architectures where its tests have passed,
-    the others are "compiled, not yet run". `numerics_version` rises when the same inputs give other numbers.
+    `entry` is "module:function", imported on first use; the function has the signature of
+    `backends.Kernel`. `archs` None means any device of `devices`; `ran_on` lists the architectures
+    where its tests have passed, the others are "compiled, not yet run". `numerics_version` rises
+    when the same inputs give other numbers.
     """
 
     toolchain: Toolchain
@@ -63,7 +69,9 @@ class Variant:
         return self.recipe.tier
 
     def rejects(self, spec: AttnSpec) -> tuple[str, ...]:
-        """All reasons why this kernel cannot serve `spec`, each with the value found and the one needed."""
+        """All reasons why this kernel cannot serve `spec`, each with the value found and the one
+        needed.
+        """
         low, high = self.head_dims
         checks = (
             (
@@ -72,7 +80,7 @@ class Variant:
             ),
             (
                 spec.device == "cuda" and self.archs is not None and spec.arch not in self.archs,
-                f"GPU is sm_{spec.arch}, needs {_either(f'sm_{arch}' for arch in self.archs or ())}",
+                f"GPU is sm_{spec.arch}, needs {_archs(self.archs or frozenset())}",
             ),
             (spec.dtype not in self.dtypes, f"dtype is {spec.dtype}, needs {_either(self.dtypes)}"),
             (
@@ -113,5 +121,9 @@ class Variant:
         return tuple(reason for failed, reason in checks if failed)
 
 
-def _either(values: object) -> str:
-    return " or ".join(sorted(str(value) for value in values))  # type: ignore[attr-defined]
+def _archs(archs: frozenset[int]) -> str:
+    return " or ".join(f"sm_{arch}" for arch in sorted(archs))
+
+
+def _either(values: Iterable[object]) -> str:
+    return " or ".join(sorted(str(value) for value in values))

@@ -1,9 +1,11 @@
-"""Kernels and how to reach them: the signature they share, loading on first use, and why one cannot be used here."""
+"""Kernels and how to reach them: the signature they share, loading on first use, and why one cannot
+be used here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -13,11 +15,12 @@ from sagepatch.numerics.recipe import Recipe
 from sagepatch.spec import Call
 from sagepatch.variant import Variant
 
-# What an entry point is: (call, recipe) -> (out [B, Hq, Sq, Dv] in v's dtype, lse [B, Hq, Sq] fp32 or None).
+# What an entry point is: (call, recipe) -> (out [B, Hq, Sq, Dv] in v's dtype, lse [B, Hq, Sq] fp32
+# or None).
 Kernel = Callable[[Call, Recipe], tuple[Tensor, Tensor | None]]
 
 
-@lru_cache(maxsize=None)
+@cache
 def load(entry: str) -> Kernel:
     """Import the function that `Variant.entry` names, "module:function"."""
     module, _, function = entry.partition(":")
@@ -25,7 +28,7 @@ def load(entry: str) -> Kernel:
     return kernel
 
 
-@lru_cache(maxsize=None)
+@cache
 def missing_package(needs: tuple[str, ...]) -> str | None:
     """A sentence naming the first of `needs` that is not installed, None when all are there."""
     for package in needs:

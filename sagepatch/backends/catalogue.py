@@ -1,4 +1,6 @@
-"""The table of every kernel that sagepatch has, in the order of preference within a tier. Adding one is a row here."""
+"""The table of every kernel that sagepatch has, in the order of preference within a tier. Adding
+one is a row here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The kernel that is no kernel: every recipe in plain torch, slow, right by definition, on any device."""
+"""The kernel that is no kernel: every recipe in plain torch, slow, right by definition, on any
+device.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Exact attention: torch's own SDPA where it can say what is asked, `numerics.exact` where it cannot."""
+"""Exact attention: torch's own SDPA where it can say what is asked, `numerics.exact` where it
+cannot.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def run(call: Call, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
 
 
 def _in_layout(out: Tensor, call: Call) -> Tensor:
-    """`out` in the memory order that the op promises: [B, Hq, Sq, Dv] or [B, Sq, Hq, Dv] contiguous."""
+    """`out` in the memory order that the op promises: [B, Hq, Sq, Dv] or [B, Sq, Hq, Dv]
+    contiguous.
+    """
     if call.bshd_out:
         return out.transpose(1, 2).contiguous().transpose(1, 2)
     return out.contiguous()

@@ -1,7 +1,9 @@
-"""What a quantised attention quantises, and how finely: the `Recipe` value and every recipe of the project.
+"""What a quantised attention quantises, and how finely: the `Recipe` value and every recipe of the
+project.
 
-A recipe names no kernel and no device. `numerics.attention.emulate` computes it in plain torch; kernels claim to.
-Sources: SageAttention (arXiv 2410.02367), SageAttention2 (2411.10958), SageAttention2++ (2505.21136).
+A recipe names no kernel and no device. `numerics.attention.emulate` computes it in plain torch;
+kernels claim to. Sources: SageAttention (arXiv 2410.02367), SageAttention2 (2411.10958),
+SageAttention2++ (2505.21136).
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ FP16_MAX = torch.finfo(torch.float16).max
 E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
 INT8_MAX = 127
 INT4_MAX = 7
-# Keys that one tensor-core instruction sums: k of mma.m16n8k32 (8-bit operands) and of mma.m16n8k16 (16-bit).
+# Keys that one tensor-core instruction sums: k of mma.m16n8k32 (8-bit operands) and of mma.m16n8k16
+# (16-bit).
 MMA_K = {"e4m3": 32, "e5m2": 32, "int8": 32, "fp16": 16}
 
 
@@ -31,11 +34,12 @@ MMA_K = {"e4m3": 32, "e5m2": 32, "int8": 32, "fp16": 16}
 class Recipe:
     """One way to quantise attention; see the table in docs/numerics.md.
 
-    `qk_bits` is the integer width of Q and K codes. Groups: `q_block` query rows and `k_block` keys a block;
-    `thread` is the grouping of an mma.m16n8k32 fragment (numerics.quantize documents it).
-    `p_range` is the code of a probability of 1 and `v_range` the largest code of V; `depth` counts the MMAs of
-    `MMA_K[pv]` keys that an FP16 accumulator sums before it is added to FP32 (None: FP32 or INT32 throughout a
-    tile of `k_block` keys, then FP32). An FP16 accumulator that could overflow does not construct.
+    `qk_bits` is the integer width of Q and K codes. Groups: `q_block` query rows and `k_block` keys
+    a block; `thread` is the grouping of an mma.m16n8k32 fragment (numerics.quantize documents it).
+    `p_range` is the code of a probability of 1 and `v_range` the largest code of V; `depth` counts
+    the MMAs of `MMA_K[pv]` keys that an FP16 accumulator sums before it is added to FP32 (None:
+    FP32 or INT32 throughout a tile of `k_block` keys, then FP32). An FP16 accumulator that could
+    overflow does not construct.
     """
 
     name: str
@@ -65,8 +69,8 @@ class Recipe:
             bound = self.keys_per_flush * self.p_range * self.v_range
             if bound > FP16_MAX:
                 raise InvalidArgument(
-                    f"recipe {self.name}: {self.keys_per_flush} keys x P_r {self.p_range:g} x V_r {self.v_range:g} "
-                    f"= {bound:g} can overflow an FP16 accumulator (at most {FP16_MAX:g})"
+                    f"recipe {self.name}: {self.keys_per_flush} keys x P_r {self.p_range:g} "
+                    f"x V_r {self.v_range:g} = {bound:g} can overflow an FP16 accumulator (at most {FP16_MAX:g})"
                 )
 
     @property
@@ -91,7 +95,8 @@ def largest_fp16_v_range(depth: int, p_range: float, keys_per_mma: int) -> float
 
 EXACT = Recipe("exact", "exact", 16, "tensor", "tensor", "fp16", "fp32", 1.0, 1.0, smooth_k=False)
 
-# FP16 P and V: a V channel whose largest magnitude exceeds `v_range` is scaled down by a power of two.
+# FP16 P and V: a V channel whose largest magnitude exceeds `v_range` is scaled down by a power of
+# two.
 _SAGE1_F16_RANGE = largest_fp16_v_range(4, 1.0, MMA_K["fp16"])
 _SAGE1_F32_RANGE = 2.0**15
 

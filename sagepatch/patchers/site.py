@@ -14,9 +14,9 @@ from sagepatch.layer import PatchedLayer, SiteKind
 class Site:
     """One attention layer that can be patched.
 
-    `name` is the exact module path inside the pipeline or model ("transformer.transformer_blocks.0.attn").
-    `install(layer)` routes this one instance through `functional.run(call, handle=layer.handle)` and returns the
-    `Swap` that takes it back.
+    `name` is the exact module path inside the pipeline or model
+    ("transformer.transformer_blocks.0.attn"). `install(layer)` routes this one instance through
+    `functional.run(call, handle=layer.handle)` and returns the `Swap` that takes it back.
     """
 
     name: str
@@ -47,9 +47,9 @@ class Found:
 class Swap:
     """An installed change of one layer.
 
-    `replaced_by()` is None while the change is in force, else a name of what took its place (a processor class, an
-    attention implementation). `undo()` puts back what was there before unless something newer took its place;
-    calling it twice is harmless.
+    `replaced_by()` is None while the change is in force, else a name of what took its place (a
+    processor class, an attention implementation). `undo()` puts back what was there before unless
+    something newer took its place; calling it twice is harmless.
     """
 
     undo: Callable[[], None]
