@@ -70,7 +70,8 @@ class Recipe:
             if bound > FP16_MAX:
                 raise InvalidArgument(
                     f"recipe {self.name}: {self.keys_per_flush} keys x P_r {self.p_range:g} "
-                    f"x V_r {self.v_range:g} = {bound:g} can overflow an FP16 accumulator (at most {FP16_MAX:g})"
+                    f"x V_r {self.v_range:g} = {bound:g} can overflow an FP16 accumulator "
+                    f"(at most {FP16_MAX:g})"
                 )
 
     @property
