@@ -1,0 +1,3 @@
+"""The arithmetic of quantised attention in plain torch: recipes, quantisers, smoothing, the
+emulator, metrics.
+"""

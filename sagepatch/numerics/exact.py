@@ -1,0 +1,82 @@
+"""Exact attention in plain torch, up to FP64, with every option of a call: the yardstick of all the
+rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sagepatch.numerics.masks import merged_mask
+from sagepatch.spec import Call
+
+# Scores held at once, in elements: queries are tiled so that memory stays flat however long the
+# call.
+SCORE_BUDGET = 1 << 23
+
+
+def exact(call: Call, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Softmax attention computed in `dtype`; differentiable.
+
+    Returns the output [B, Hq, Sq, Dv] in `dtype` and the natural log-sum-exp of the scores [B, Hq,
+    Sq] in fp32 (fp64 under fp64). A row that sees no key gives 0 and -inf, as SDPA does. Sinks
+    count in the log-sum-exp.
+    """
+    if call.packed:
+        parts = [exact(member, dtype) for member in members(call)]
+        return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
+    B, Hq, Sq, _ = call.q.shape
+    rows = max(1, SCORE_BUDGET // max(1, B * Hq * call.k.shape[2]))
+    k, v = call.k.to(dtype), call.v.to(dtype)
+    tiles = [
+        _rows(call, k, v, start, min(start + rows, Sq), dtype)
+        for start in range(0, max(Sq, 1), rows)
+    ]
+    return torch.cat([out for out, _ in tiles], 2), torch.cat([lse for _, lse in tiles], 2)
+
+
+def members(call: Call) -> list[Call]:
+    """The members of a packed call, each a call of its own."""
+    assert call.cu_seqlens_q is not None
+    assert call.cu_seqlens_kv is not None
+    ends_q, ends_kv = call.cu_seqlens_q.tolist(), call.cu_seqlens_kv.tolist()
+    return [
+        replace(
+            call,
+            q=call.q[:, :, ends_q[i] : ends_q[i + 1]],
+            k=call.k[:, :, ends_kv[i] : ends_kv[i + 1]],
+            v=call.v[:, :, ends_kv[i] : ends_kv[i + 1]],
+            cu_seqlens_q=None,
+            cu_seqlens_kv=None,
+        )
+        for i in range(len(ends_q) - 1)
+    ]
+
+
+def _rows(
+    call: Call, k: Tensor, v: Tensor, start: int, stop: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    q = call.q[:, :, start:stop].to(dtype)
+    B, Hq, Sq, _ = q.shape
+    Hkv, Skv, Dv = v.shape[1], v.shape[2], v.shape[3]
+    scores = (q.reshape(B, Hkv, -1, q.shape[3]) @ k.mT).view(B, Hq, Sq, Skv) * call.scale
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    mask = merged_mask(call, start, stop)
+    if mask is not None:
+        is_bool = mask.dtype == torch.bool
+        scores = scores.masked_fill(~mask, -torch.inf) if is_bool else scores + mask.to(dtype)
+    if call.sinks is not None:
+        sink = call.sinks.to(dtype).view(1, Hq, 1, 1).expand(B, Hq, Sq, 1)
+        scores = torch.cat([scores, sink], 3)
+    if scores.shape[3] == 0:
+        return q.new_zeros(B, Hq, Sq, Dv), q.new_full((B, Hq, Sq), -torch.inf)
+    lse = torch.logsumexp(scores, 3)
+    sees = lse != -torch.inf
+    # A select, not a product: exp(-inf - -inf) is NaN and 0 * NaN would keep it.
+    weights = torch.exp(scores - torch.where(sees, lse, 0.0).unsqueeze(3))
+    weights = weights[..., :Skv].reshape(B, Hkv, -1, Skv)
+    out = (weights @ v).view(B, Hq, Sq, Dv)
+    return out, lse if dtype == torch.float64 else lse.float()
