@@ -64,8 +64,8 @@ class _Prepared:
     v_mean: Tensor | None  # [B, Hkv, 1, Dv]
     q_mean_log2: Tensor | None  # [B, Hq, Sq, D], mean of the query block times scale * log2(e)
     k_smooth: Tensor | None  # [B, Hkv, Skp, D], what q_mean multiplies
-    shift: Tensor  # [B, Hq, Sq, 1], scale * log2(e) * q . k_mean: what smoothing took from each
-        row's scores
+    # What smoothing K took from each row's scores: scale * log2(e) * q . k_mean.
+    shift: Tensor  # [B, Hq, Sq, 1]
     hidden: Tensor | None  # [B, 1, 1, Skp] bool, keys that nobody sees, the pad keys among them
 
 

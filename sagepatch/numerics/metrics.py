@@ -68,8 +68,15 @@ def compare(out: Tensor, reference: Tensor) -> Comparison:
     """
     o, r = (t.detach().transpose(0, 1).flatten(1).double() for t in (out, reference))  # [H, n]
     rows = torch.stack(
-        [(o * r).sum(1), (o * o).sum(1), (r * r).sum(1), (o - r).abs().sum(1), r.abs().sum(1)]
-        + [((o - r) ** 2).sum(1), (o - r).abs().amax(1) if o.shape[1] else o.sum(1)]
+        [
+            (o * r).sum(1),
+            (o * o).sum(1),
+            (r * r).sum(1),
+            (o - r).abs().sum(1),
+            r.abs().sum(1),
+            ((o - r) ** 2).sum(1),
+            (o - r).abs().amax(1) if o.shape[1] else o.sum(1),
+        ]
     ).T.tolist()
     count = max(1, o.shape[1])
     heads = tuple(_metrics(row, count) for row in rows)

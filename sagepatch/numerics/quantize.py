@@ -72,7 +72,7 @@ def to_integer(x: Tensor, group: Tensor, largest: int) -> Quantised:
     """Quantise rows of x [..., S, D] fp32 to integers of magnitude at most `largest`, one scale a
     group.
 
-    code = rint(x * (largest / amax)), half to even, and scale = amax / largest; a group of zeros gets scale 0.
+    code = rint(x * (largest / amax)), half to even; scale = amax / largest, 0 for a group of zeros.
     NaN in a group makes its scale NaN, so that it reaches the output.
     """
     groups = int(group.max()) + 1 if group.numel() else 1
