@@ -1,0 +1,229 @@
+"""Modules that call torch's SDPA in their own forward: finds them, and redirects that one call.
+
+Nothing of torch changes: a `TorchFunctionMode`, entered for the length of one module's call, sees
+the SDPA calls made inside it. Knows neither diffusers nor transformers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+from sagepatch.functional import needs_grad, run
+from sagepatch.layer import PatchedLayer, SiteKind
+from sagepatch.patchers.carrier import ATTRIBUTE, Carrier, count_elsewhere
+from sagepatch.patchers.code import calls_sdpa, takes_softmax, uses_attention_interface
+from sagepatch.patchers.site import Found, Left, Site, Swap
+from sagepatch.spec import Call
+
+OBSERVED = "another TorchFunctionMode is active and must see the SDPA call"
+UNLIKE = "an SDPA call that only torch's own function can mean the same by"
+TRAINING = "training: gradients need the original call"
+
+
+class SdpaRedirect(TorchFunctionMode):
+    """While entered, sends `F.scaled_dot_product_attention` to the layer with this handle.
+
+    Calls that no kernel of ours could mean the same by stay torch's own, arguments untouched:
+    dropout, a mask together with `is_causal`, integer masks, other ranks than 4, tensor subclasses,
+    gradients, and shapes or dtypes that torch itself should complain about.
+    """
+
+    def __init__(self, handle: Tensor) -> None:
+        super().__init__()
+        self.handle = handle
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        call = sdpa_call(*args, **kwargs)
+        if call is None:
+            reason = UNLIKE
+        elif observed_by_others():
+            reason = OBSERVED
+        elif needs_grad(call):
+            reason = TRAINING
+        else:
+            return run(call, handle=self.handle)[0]
+        count_elsewhere(self.handle, reason)
+        return func(*args, **kwargs)
+
+
+def observed_by_others() -> bool:
+    """Whether someone else's function mode waits for SDPA, as guidance by skipped scores does."""
+    return any(
+        not isinstance(mode, SdpaRedirect | DeviceContext)
+        for mode in _get_current_function_mode_stack()
+    )
+
+
+def sdpa_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Call | None:
+    """An SDPA call as ours; None where only torch's own function means the same or should raise."""
+    plain = all(type(t) in (Tensor, nn.Parameter) for t in (query, key, value))
+    if not plain or query.is_nested or not query.dim() == key.dim() == value.dim() == 4:
+        return None
+    if dropout_p != 0.0 or not _agree(query, key, value, enable_gqa):
+        return None
+    if attn_mask is not None and (is_causal or not _fits(attn_mask, query, key)):
+        return None
+    return Call(
+        query,
+        key,
+        value,
+        1 / math.sqrt(query.shape[3]) if scale is None else scale,
+        attn_mask,
+        0 if is_causal else None,
+        # Callers of SDPA merge the heads next (transpose, reshape): this order makes that free.
+        bshd_out=True,
+    )
+
+
+def find(model: nn.Module, prefix: str) -> Found:
+    """Every module of `model` whose own forward calls SDPA, and those that are left, with why."""
+    sites: list[Site] = []
+    left: list[Left] = []
+    for name, module in named_modules(model, prefix):
+        kind = kind_of(name, module)
+        if isinstance(module, nn.MultiheadAttention):
+            left.append(Left(name, kind, "torch.nn.MultiheadAttention keeps its own fused path"))
+        elif uses_attention_interface(type(module)):
+            continue
+        elif calls_sdpa(type(module)):
+            sites.append(Site(name, kind, module, "sdpa", functools.partial(install, module)))
+        elif named_attention(module) and takes_softmax(type(module)):
+            left.append(Left(name, kind, f"{type(module).__name__} computes its softmax by hand"))
+    return Found(tuple(sites), tuple(left))
+
+
+def named_modules(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of `model` with their full path: prefix, a dot, the path inside the model."""
+    for name, module in model.named_modules():
+        yield ".".join(filter(None, (prefix, name))), module
+
+
+def named_attention(module: nn.Module) -> bool:
+    """Whether the module's class says that it is attention."""
+    name = type(module).__name__.lower()
+    return "attention" in name or "attn" in name
+
+
+def kind_of(name: str, module: nn.Module) -> SiteKind:
+    """Cross where the module says so by flag, class or place in the model; self otherwise."""
+    words = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
+    crosses = getattr(module, "is_cross_attention", False) or any(
+        word in words for word in ("cross", "encdec", "encoder_attn")
+    )
+    return "cross" if crosses else "self"
+
+
+def install(module: nn.Module, layer: PatchedLayer) -> Swap:
+    """Run the forward of this one instance inside `SdpaRedirect`, under hooks that came before."""
+    # accelerate's hooks keep the forward that they wrap in `_old_forward`: go under them, so that
+    # taking them off leaves us on.
+    slot = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
+    before = module.__dict__.get(slot)
+    plain = before is None or getattr(before, "__func__", None) is type(module).forward
+    carrier = Carrier(layer.handle, None if plain else before)
+    ours = types.MethodType(_redirected, module)
+    setattr(module, ATTRIBUTE, carrier)
+    setattr(module, slot, ours)
+
+    def undo() -> None:
+        if module.__dict__.get(ATTRIBUTE) is not carrier:
+            return
+        here = next(
+            (s for s in ("forward", "_old_forward") if module.__dict__.get(s) is ours), None
+        )
+        if here is None and carrier.inner is not None and _reaches(module.forward, ours):
+            # Under someone else's wrapper, and over another: stay as a pass-through.
+            carrier.handle = None
+            return
+        delattr(module, ATTRIBUTE)
+        if here is None:
+            return
+        if here == "forward" and before is None:
+            del module.forward
+        else:
+            setattr(module, here, before or types.MethodType(type(module).forward, module))
+
+    def replaced_by() -> str | None:
+        if module.__dict__.get(ATTRIBUTE) is not carrier:
+            return "another patch"
+        if module.__dict__.get("_old_forward") is ours or _reaches(module.forward, ours):
+            return None
+        return getattr(module.forward, "__qualname__", type(module.forward).__name__)
+
+    return Swap(undo, replaced_by)
+
+
+def _redirected(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # A function bound to the instance, its handle an attribute: compiled blocks stay one graph.
+    carrier = getattr(self, ATTRIBUTE, None)
+    if carrier is None:
+        return type(self).forward(self, *args, **kwargs)
+    if carrier.handle is None:
+        return carrier.inner(*args, **kwargs)
+    with SdpaRedirect(carrier.handle):
+        if carrier.inner is not None:
+            return carrier.inner(*args, **kwargs)
+        return type(self).forward(self, *args, **kwargs)
+
+
+# A bound method pickles as getattr(instance, name): with this name a copy gets its class's forward.
+_redirected.__name__ = "forward"
+
+
+def _reaches(forward: Any, ours: types.MethodType) -> bool:
+    while forward is not None:
+        if forward is ours:
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
+
+
+def _agree(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
+    Hq, Hkv = query.shape[1], key.shape[1]
+    same_dtype = query.dtype == key.dtype == value.dtype
+    return (
+        query.device == key.device == value.device
+        and (same_dtype or torch.is_autocast_enabled(query.device.type))
+        and query.shape[0] == key.shape[0]
+        and query.shape[3] == key.shape[3]
+        and key.shape[:3] == value.shape[:3]
+        and (Hq == Hkv or (enable_gqa and Hkv > 0 and Hq % Hkv == 0))
+    )
+
+
+def _fits(mask: Tensor, query: Tensor, key: Tensor) -> bool:
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype) or mask.device != query.device:
+        return False
+    target = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    return mask.dim() <= 4 and all(
+        have in (1, want)
+        for have, want in zip(reversed(mask.shape), reversed(target), strict=False)
+    )
