@@ -69,7 +69,7 @@ def observed_by_others() -> bool:
     """Whether someone else's function mode waits for SDPA, as guidance by skipped scores does."""
     return any(
         not isinstance(mode, SdpaRedirect | DeviceContext)
-        for mode in _get_current_function_mode_stack()
+        for mode in _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     )
 
 

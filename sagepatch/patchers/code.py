@@ -1,0 +1,79 @@
+"""What a module's forward does, read from its code object: whether it calls SDPA, takes a softmax
+itself or asks for an attention function by name. Runs nothing and knows no framework.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch.nn.functional as F
+
+# How deep to follow functions and methods of the same file: forward -> _attn -> compute.
+_DEPTH = 3
+
+
+def calls_sdpa(owner: type) -> bool:
+    """Whether the forward of a module class calls torch's SDPA, itself or in a helper."""
+    return any(
+        name == "scaled_dot_product_attention"
+        or function.__globals__.get(name) is F.scaled_dot_product_attention
+        for function, name in _reached(owner)
+    )
+
+
+def takes_softmax(owner: type) -> bool:
+    """Whether the forward of a module class computes a softmax, itself or in a helper."""
+    return any(name in ("softmax", "baddbmm", "Softmax") for _, name in _reached(owner))
+
+
+def uses_attention_interface(owner: type) -> bool:
+    """Whether the forward of a module class asks for its attention function by configured name."""
+    return any(name == "get_interface" for _, name in _reached(owner, depth=1))
+
+
+def own_forward(owner: type) -> types.FunctionType | None:
+    """The Python function behind a class's forward, without its decorators."""
+    function = inspect.unwrap(getattr(owner, "forward", None) or _absent)
+    return function if isinstance(function, types.FunctionType) else None
+
+
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """Every global and attribute name that a code object uses, nested functions included."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from names_in(constant)
+
+
+def _absent() -> None: ...
+
+
+def _reached(owner: type, depth: int = _DEPTH) -> Iterator[tuple[types.FunctionType, str]]:
+    """(function, name it uses) for a class's forward and what that calls in the same file."""
+    forward = own_forward(owner)
+    if forward is None:
+        return
+    seen: set[types.FunctionType] = set()
+    queue: list[tuple[types.FunctionType, int]] = [(forward, depth)]
+    while queue:
+        function, left = queue.pop()
+        if function in seen:
+            continue
+        seen.add(function)
+        for name in names_in(function.__code__):
+            yield function, name
+            if left > 0:
+                for found in (function.__globals__.get(name), getattr(owner, name, None)):
+                    own = _function(found)
+                    if own is not None and own.__module__ == function.__module__:
+                        queue.append((own, left - 1))
+
+
+def _function(value: Any) -> types.FunctionType | None:
+    if not callable(value):
+        return None
+    value = inspect.unwrap(value)
+    return value if isinstance(value, types.FunctionType) else None
