@@ -1,0 +1,130 @@
+"""Which kernel a layer gets: a pure function of its measurements, a threshold and the order of
+kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sagepatch.backends.catalogue import BY_NAME, SDPA
+from sagepatch.calibration.measure import Measurement
+from sagepatch.numerics.recipe import TIERS
+from sagepatch.variant import Variant
+
+FEWEST_SAMPLES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One candidate over all samples of a layer, each number at its worst; times are medians of
+    what was timed.
+    """
+
+    variant: str
+    finite: bool
+    cosine: float
+    rel_l1: float
+    rmse: float
+    norm_ratio: float
+    worst_head: int
+    samples: int
+    us: float | None
+
+    @classmethod
+    def of(cls, measurements: Sequence[Measurement]) -> Summary:
+        """Sum up the measurements of one candidate."""
+        worst = min(measurements, key=lambda m: (m.finite, m.cosine))
+        times = sorted(m.us for m in measurements if m.us is not None)
+        return cls(
+            worst.variant,
+            all(m.finite for m in measurements),
+            worst.cosine,
+            max(m.rel_l1 for m in measurements),
+            max(m.rmse for m in measurements),
+            max((m.norm_ratio for m in measurements), key=lambda ratio: abs(ratio - 1)),
+            worst.worst_head,
+            len(measurements),
+            times[len(times) // 2] if times else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The kernel of a layer and the sentence that says why."""
+
+    variant: str
+    reason: str
+
+
+def error_bound(threshold: float) -> float:
+    """The relative L1 and norm deviation that a cosine of `threshold` allows: sqrt(2 (1 -
+    threshold)).
+    """
+    return math.sqrt(2 * max(0.0, 1 - threshold))
+
+
+def refusal(summary: Summary, threshold: float) -> str | None:
+    """Why a candidate is not admissible at `threshold`, None when it is; monotone."""
+    if not summary.finite:
+        return "not finite"
+    if threshold <= 0:
+        return None
+    bound = error_bound(threshold)
+    if not summary.cosine >= threshold:
+        return f"cosine {summary.cosine:.5f} < {threshold:g} (head {summary.worst_head})"
+    if not summary.rel_l1 <= bound:
+        return f"relative L1 {summary.rel_l1:.4f} > {bound:.4f}"
+    if not abs(summary.norm_ratio - 1) <= bound:
+        return f"norm ratio {summary.norm_ratio:.4f}, off by more than {bound:.4f}"
+    return None
+
+
+def choose(
+    summaries: Mapping[str, Summary],
+    *,
+    samples: int,
+    threshold: float,
+    us_exact: float | None,
+) -> Choice:
+    """The fastest admissible candidate, exact attention included.
+
+    Where times were measured the fastest measured one wins; where none were, the ranking is fast,
+    safe, exact, and within a tier the order of the catalogue.
+    """
+    if samples < FEWEST_SAMPLES:
+        return Choice(SDPA.name, f"only {samples} of {FEWEST_SAMPLES} samples seen: stays exact")
+    if not summaries:
+        return Choice(SDPA.name, "no quantised kernel serves this layer here")
+    refused = {name: refusal(summary, threshold) for name, summary in summaries.items()}
+    admissible = [summary for name, summary in summaries.items() if refused[name] is None]
+    if not admissible:
+        listed = "; ".join(f"{name}: {why}" for name, why in refused.items())
+        return Choice(SDPA.name, f"no kernel is accurate enough: {listed}")
+    if us_exact is None:
+        best = min(admissible, key=lambda s: _rank(BY_NAME[s.variant]))
+        return Choice(best.variant, _why_admitted(best, refused, "first by tier, nothing timed"))
+    timed = [summary for summary in admissible if summary.us is not None]
+    fastest = min(timed, key=lambda s: s.us or 0.0, default=None)
+    if fastest is None or fastest.us is None or fastest.us >= us_exact:
+        shown = (
+            "none was timed" if fastest is None else f"{fastest.variant} takes {fastest.us:.0f} us"
+        )
+        return Choice(SDPA.name, f"exact is fastest: {us_exact:.0f} us, {shown}")
+    gain = us_exact / fastest.us
+    return Choice(fastest.variant, _why_admitted(fastest, refused, f"{gain:.2f}x exact"))
+
+
+def _why_admitted(best: Summary, refused: Mapping[str, str | None], merit: str) -> str:
+    better = _rank(BY_NAME[best.variant])
+    passed_over = [
+        f"{name} refused: {why}"
+        for name, why in refused.items()
+        if why is not None and _rank(BY_NAME[name]) < better
+    ]
+    return "; ".join([f"cosine {best.cosine:.5f} in the worst head, {merit}", *passed_over])
+
+
+def _rank(variant: Variant) -> tuple[int, int]:
+    return TIERS.index(variant.tier), list(BY_NAME).index(variant.name)

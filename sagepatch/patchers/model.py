@@ -1,0 +1,131 @@
+"""A whole pipeline or model: which of its parts hold attention, every site in them, and its
+structure's fingerprint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from sagepatch.errors import InvalidArgument, ModelError
+from sagepatch.patchers.site import Found, Left, Site
+
+# Parts of pipelines that do not denoise; they are patched only when named.
+_NOT_DENOISERS = (
+    "vae",
+    "vqgan",
+    "vqvae",
+    "movq",
+    "encoder",
+    "safety",
+    "tagger",
+    "vocoder",
+    "guider",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The modules to patch by their name in the pipeline ("" for a model on its own), and the
+    whole's name.
+    """
+
+    label: str
+    modules: dict[str, nn.Module]
+
+
+def parts_of(model: Any, components: Sequence[str] | None, *, every: bool = False) -> Parts:
+    """The parts of `model` to patch: the denoisers of a pipeline, or those named, or all with
+    `every`.
+    """
+    label = type(model).__name__
+    if isinstance(model, nn.Module):
+        if components is not None:
+            raise InvalidArgument(f"components names parts of a pipeline; {label} is one model")
+        return Parts(label, {"": model})
+    owned = getattr(model, "components", None)
+    if not isinstance(owned, dict):
+        raise ModelError(f"cannot patch {label}: needs a diffusers pipeline or an nn.Module")
+    modules = {name: part for name, part in owned.items() if isinstance(part, nn.Module)}
+    if every:
+        return Parts(label, modules)
+    if components is None:
+        return Parts(label, {name: part for name, part in modules.items() if _denoises(name, part)})
+    unknown = [name for name in components if name not in modules]
+    if unknown:
+        raise InvalidArgument(
+            f"{label} has no component {', '.join(unknown)}; it has {', '.join(modules)}"
+        )
+    return Parts(label, {name: modules[name] for name in components})
+
+
+def search(parts: Parts) -> Found:
+    """Every attention layer of the parts: what can be patched, by the first patcher that knows it,
+    and what cannot.
+    """
+    sites: dict[str, Site] = {}
+    left: dict[str, Left] = {}
+    for name, module in parts.modules.items():
+        for patcher in _patchers():
+            found = patcher(module, name)
+            for site in found.sites:
+                if site.name not in left:
+                    sites.setdefault(site.name, site)
+            for layer in found.left:
+                if layer.name not in sites:
+                    left.setdefault(layer.name, layer)
+    return Found(tuple(sites.values()), tuple(left.values()))
+
+
+def fingerprint(parts: Parts, found: Found) -> str:
+    """A short hash of the structure: classes, geometry in the configs, layer names; no weights,
+    dtypes or devices.
+
+    Offloading, casting, quantised weights and LoRA leave it unchanged.
+    """
+    facts = [
+        [name, type(module).__name__, _geometry(module)] for name, module in parts.modules.items()
+    ]
+    layers = sorted((site.name, site.kind) for site in found.sites)
+    text = json.dumps([facts, layers], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _denoises(name: str, part: nn.Module) -> bool:
+    if any(word in name for word in _NOT_DENOISERS):
+        return False
+    return hasattr(part, "attn_processors") or any(
+        "processor" in module.__dict__ for module in part.modules()
+    )
+
+
+def _geometry(module: nn.Module) -> dict[str, Any]:
+    config = getattr(module, "config", None)
+    values = config.to_dict() if hasattr(config, "to_dict") else dict(config or {})
+    return {
+        key: value
+        for key, value in values.items()
+        if not key.startswith("_") and isinstance(value, bool | int | list | tuple)
+    }
+
+
+def _patchers() -> list[Any]:
+    """The finders that can matter: a library that nobody imported made no model."""
+    from sagepatch.patchers import sdpa
+
+    finders = []
+    if "diffusers" in sys.modules:
+        from sagepatch.patchers import diffusers
+
+        finders.append(diffusers.find)
+    if "transformers" in sys.modules:
+        from sagepatch.patchers import transformers
+
+        finders.append(transformers.find)
+    return [*finders, sdpa.find]
