@@ -1,0 +1,89 @@
+"""The report in a terminal, through rich."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sagepatch.report.model import LayerRow, Report
+
+_COLOURS = {"fast": "green", "safe": "cyan", "exact": "yellow"}
+
+
+def render(report: Report) -> Iterator[Any]:
+    """Headline, remarks, one line a layer, and the layers left alone with their reasons."""
+    yield Text(report.headline(), style="bold")
+    for remark in report.remarks():
+        yield Text(remark, style="yellow")
+    if report.layers:
+        yield _layers(report)
+    if report.left:
+        yield _left(report)
+    for row in report.layers:
+        for reason, count in row.fallbacks.items():
+            yield Text(f"{row.name}: {count} calls ran exact ({reason})", style="dim")
+        for note in row.notes:
+            yield Text(f"{row.name}: {note}", style="yellow")
+    if report.pictures is not None:
+        yield Text(report.pictures.sentence(), style="bold")
+
+
+def render_text(report: Report, width: int = 120) -> str:
+    """The same as plain text of a fixed width."""
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(report)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
+def _layers(report: Report) -> Table:
+    timed = any(row.us_exact is not None for row in report.layers)
+    table = Table(box=None, pad_edge=False, header_style="dim", expand=False)
+    table.add_column("layer", overflow="fold", ratio=None)
+    table.add_column("kind")
+    table.add_column("kernel", overflow="fold")
+    table.add_column("cosine", justify="right")
+    table.add_column("rel L1", justify="right")
+    table.add_column("head", justify="right")
+    if timed:
+        table.add_column("us exact", justify="right")
+        table.add_column("us now", justify="right")
+    table.add_column("calls", justify="right")
+    table.add_column("why", overflow="ellipsis", no_wrap=True, max_width=60)
+    for row in report.layers:
+        cells: list[Any] = [
+            Text(row.name),
+            row.kind,
+            Text(row.variant, style=_COLOURS[row.tier]),
+            _number(row.cosine, ".5f"),
+            _number(row.rel_l1, ".4f"),
+            "-" if row.worst_head is None else str(row.worst_head),
+        ]
+        if timed:
+            cells += [_number(row.us_exact, ".0f"), _number(row.us_chosen, ".0f")]
+        table.add_row(*cells, f"{row.quantised_calls}/{row.calls}", Text(_why(row)))
+    return table
+
+
+def _left(report: Report) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", title=None)
+    table.add_column("left alone", overflow="fold")
+    table.add_column("why", overflow="fold")
+    for layer in report.left:
+        table.add_row(Text(layer.name), Text(layer.reason))
+    return table
+
+
+def _why(row: LayerRow) -> str:
+    if row.replaced_by is not None:
+        return f"no longer patched: replaced by {row.replaced_by}"
+    return row.reason
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
