@@ -1,0 +1,1 @@
+"""Finds the attention layers of a model and routes each instance to the op; every change undoes."""

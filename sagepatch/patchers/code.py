@@ -51,25 +51,29 @@ def names_in(code: types.CodeType) -> Iterator[str]:
 def _absent() -> None: ...
 
 
-def _reached(owner: type, depth: int = _DEPTH) -> Iterator[tuple[types.FunctionType, str]]:
-    """(function, name it uses) for a class's forward and what that calls in the same file."""
-    forward = own_forward(owner)
-    if forward is None:
-        return
+def reached(
+    function: types.FunctionType, owner: type, depth: int = _DEPTH
+) -> Iterator[tuple[types.FunctionType, str]]:
+    """(function, name it uses) for a function and what it calls in the same file or on `owner`."""
     seen: set[types.FunctionType] = set()
-    queue: list[tuple[types.FunctionType, int]] = [(forward, depth)]
+    queue: list[tuple[types.FunctionType, int]] = [(function, depth)]
     while queue:
-        function, left = queue.pop()
-        if function in seen:
+        here, left = queue.pop()
+        if here in seen:
             continue
-        seen.add(function)
-        for name in names_in(function.__code__):
-            yield function, name
+        seen.add(here)
+        for name in names_in(here.__code__):
+            yield here, name
             if left > 0:
-                for found in (function.__globals__.get(name), getattr(owner, name, None)):
+                for found in (here.__globals__.get(name), getattr(owner, name, None)):
                     own = _function(found)
-                    if own is not None and own.__module__ == function.__module__:
+                    if own is not None and own.__module__ == here.__module__:
                         queue.append((own, left - 1))
+
+
+def _reached(owner: type, depth: int = _DEPTH) -> Iterator[tuple[types.FunctionType, str]]:
+    forward = own_forward(owner)
+    return iter(()) if forward is None else reached(forward, owner, depth)
 
 
 def _function(value: Any) -> types.FunctionType | None:

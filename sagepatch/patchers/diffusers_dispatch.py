@@ -1,0 +1,162 @@
+"""diffusers' attention dispatcher as a patched processor sees it, and the private globals that put
+it in the processor's reach; no module or class of diffusers changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from sagepatch.functional import needs_grad, run
+from sagepatch.patchers.carrier import count_elsewhere
+from sagepatch.patchers.code import reached
+from sagepatch.patchers.diffusers_processors import DISPATCH
+from sagepatch.patchers.sdpa import OBSERVED, TRAINING, UNLIKE, observed_by_others, sdpa_call
+from sagepatch.spec import Call
+
+PARALLEL = "context parallelism keeps diffusers' own dispatch"
+SPARSE = "a block mask, which only diffusers' flex backend reads"
+EXTRA = "arguments for one backend only (attention_kwargs)"
+
+
+def over_private_globals(method: types.FunctionType, before: Any) -> types.FunctionType:
+    """A method's code over globals whose dispatcher knows our handles.
+
+    `before` is the backend that calls go to which are not ours to take.
+    """
+    namespace = _private_globals(method.__globals__["__name__"], before)
+    return _over(method, namespace)
+
+
+def make_dispatch(plain: Callable[..., Any], before: Any) -> Callable[..., Any]:
+    """`dispatch_attention_fn` where a layer's handle, a Tensor, may arrive as `backend`.
+
+    Tensors are [B, S, H, D], as in diffusers. A call without a handle, and one that no kernel of
+    ours could mean the same by, is `plain`'s, arguments untouched.
+    """
+
+    def dispatch_attention_fn(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        attention_kwargs: dict[str, Any] | None = None,
+        *,
+        backend: Any = None,
+        parallel_config: Any = None,
+    ) -> Any:
+        handle = backend if isinstance(backend, Tensor) else None
+        if handle is not None:
+            call: Call | None = None
+            reason: str | None
+            if parallel_config is not None:
+                reason = PARALLEL
+            elif attention_kwargs:
+                reason = EXTRA
+            elif attn_mask is not None and not isinstance(attn_mask, Tensor):
+                reason = SPARSE
+            else:
+                call = _call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+                reason = _not_ours(call)
+            if call is not None and reason is None:
+                return run(call, handle=handle)[0].transpose(1, 2)
+            count_elsewhere(handle, reason or UNLIKE)
+            backend = before
+        return plain(
+            query,
+            key,
+            value,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            attention_kwargs=attention_kwargs,
+            backend=backend,
+            parallel_config=parallel_config,
+        )
+
+    return dispatch_attention_fn
+
+
+def _call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Call | None:
+    if (
+        attn_mask is not None
+        and attn_mask.dim() == 2
+        and attn_mask.shape[0] == query.shape[0]
+        and attn_mask.shape[1] == key.shape[1]
+    ):
+        # diffusers takes a mask of [B, Skv] as one row of keys a sample; SDPA would as [Sq, Skv].
+        attn_mask = attn_mask[:, None, None, :]
+    return sdpa_call(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+    )
+
+
+def _not_ours(call: Call | None) -> str | None:
+    if call is None:
+        return UNLIKE
+    if observed_by_others():
+        return OBSERVED
+    return TRAINING if needs_grad(call) else None
+
+
+@functools.cache
+def _private_globals(source_name: str, before: Any) -> dict[str, Any]:
+    """The globals of a module of diffusers, with our dispatcher and the functions that call it.
+
+    They live in a module of `sys.modules` under their own `__name__`, where Dynamo's guards look.
+    """
+    source = vars(sys.modules[source_name])
+    suffix = "" if before is None else f".{getattr(before, 'value', before)}"
+    module = types.ModuleType(f"sagepatch.patched.{source_name}{suffix}")
+    namespace = module.__dict__
+    namespace.update({key: value for key, value in source.items() if key != "__name__"})
+    namespace[DISPATCH] = make_dispatch(source[DISPATCH], before)
+    for key, value in source.items():
+        own = isinstance(value, types.FunctionType) and value.__globals__ is source
+        if own and any(name == DISPATCH for _, name in reached(value, type(None))):
+            namespace[key] = _over(value, namespace)
+    sys.modules[module.__name__] = module
+    return namespace
+
+
+def _over(function: types.FunctionType, namespace: dict[str, Any]) -> types.FunctionType:
+    copy = types.FunctionType(
+        function.__code__,
+        namespace,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__qualname__ = function.__qualname__
+    copy.__module__ = function.__module__
+    copy.__annotations__ = function.__annotations__
+    copy.__doc__ = function.__doc__
+    return copy

@@ -1,0 +1,113 @@
+"""Processor classes of diffusers: how one reaches attention, read from its code.
+
+Runs nothing and changes nothing; a class that diffusers adds tomorrow is classified the same way.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch.nn.functional as F
+from torch import nn
+
+from sagepatch.patchers.code import names_in, reached
+
+DISPATCH = "dispatch_attention_fn"
+
+# The model itself reads this processor's backend and expects one of diffusers' names there.
+_BACKEND_READ_BY_MODEL = frozenset({"AceStepAttnProcessor2_0"})
+# diffusers' names of the backends that alone can read a block mask.
+_FLEX = frozenset({"flex", "_native_flex"})
+
+
+class Route(Enum):
+    """How a processor reaches attention."""
+
+    DISPATCH = "diffusers' dispatcher, with a backend attribute that can carry a handle"
+    SDPA = "torch's SDPA, directly or through a dispatcher call that carries nothing of ours"
+    NONE = "something else"
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """The route of one processor; `reason` says why there is none."""
+
+    route: Route
+    reason: str = ""
+
+
+def way_of(processor: Any) -> Way:
+    """How this processor reaches attention, the backend it was told to use included."""
+    if isinstance(processor, types.FunctionType | types.MethodType | types.BuiltinFunctionType):
+        return Way(Route.NONE, "the processor is a plain function, which can carry no handle")
+    asked = backend_name(processor)
+    if asked in _FLEX:
+        return Way(Route.NONE, f"asks for backend {asked!r}: only flex attention reads block masks")
+    processor_class: type = type(processor)
+    return class_way(processor_class)
+
+
+@functools.cache
+def class_way(processor_class: type) -> Way:
+    """How instances of a processor class reach attention."""
+    name = processor_class.__name__
+    call = call_of(processor_class)
+    if call is None:
+        return Way(Route.NONE, f"{name} has no Python code to follow")
+    uses = _uses(call, processor_class)
+    if DISPATCH in uses:
+        if "FLEX" in uses:
+            return Way(Route.NONE, f"{name} attends by block-sparse flex attention")
+        carries = hasattr(processor_class, "_attention_backend")
+        by_handle = carries and name not in _BACKEND_READ_BY_MODEL
+        return Way(Route.DISPATCH if by_handle else Route.SDPA)
+    if "scaled_dot_product_attention" in uses:
+        return Way(Route.SDPA)
+    if "super" in uses and _inherits_a_route(processor_class):
+        return Way(Route.SDPA)
+    if "memory_efficient_attention" in uses:
+        return Way(Route.NONE, f"{name} calls xformers; switch that off to have the layer patched")
+    if "apply_linear_attention" in uses or "linear" in name.lower():
+        return Way(Route.NONE, f"{name} is linear attention: it has no softmax to quantise")
+    if {"get_attention_scores", "softmax", "baddbmm", "bmm"} & uses:
+        return Way(Route.NONE, f"{name} computes its scores by hand")
+    return Way(Route.NONE, f"{name} calls neither torch's SDPA nor diffusers' dispatcher")
+
+
+def call_of(processor_class: type) -> types.FunctionType | None:
+    """The Python function that runs when an instance is called."""
+    for owner in processor_class.__mro__:
+        if owner is nn.Module:
+            forward = getattr(processor_class, "forward", None)
+            return forward if isinstance(forward, types.FunctionType) else None
+        if "__call__" in vars(owner):
+            call = vars(owner)["__call__"]
+            return call if isinstance(call, types.FunctionType) else None
+    return None
+
+
+def backend_name(processor: Any) -> str | None:
+    """The backend of diffusers that this processor was told to use; None for the default."""
+    backend = getattr(processor, "_attention_backend", None)
+    return None if backend is None else str(getattr(backend, "value", backend))
+
+
+def _uses(call: types.FunctionType, owner: type) -> frozenset[str]:
+    """Names that the code reaches, with SDPA under its own name whatever a file calls it."""
+    names = set(names_in(call.__code__))
+    for function, name in reached(call, owner):
+        names.add(name)
+        if function.__globals__.get(name) is F.scaled_dot_product_attention:
+            names.add("scaled_dot_product_attention")
+    return frozenset(names)
+
+
+def _inherits_a_route(processor_class: type) -> bool:
+    return any(
+        base is not object and class_way(base).route is not Route.NONE
+        for base in processor_class.__mro__[1:]
+    )
