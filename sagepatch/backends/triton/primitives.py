@@ -1,0 +1,124 @@
+"""Small jit pieces that the kernels share: magnitudes that keep NaN, integer and E4M3 codes, the
+member of a packed call that a block belongs to, and what a mask does to a tile of scores.
+"""
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# 1.5 * 2^23: adding it to |x| < 2^22 leaves rint(x), half to even, in the low bits.
+RINT = tl.constexpr(12582912.0)
+# Below this the reciprocal 127/amax overflows: such a group is zeros.
+TINY = tl.constexpr(1e-35)
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+NO_MASK = tl.constexpr(0)
+BOOL_MASK = tl.constexpr(1)
+ADDITIVE_MASK = tl.constexpr(2)
+
+
+@triton.jit
+def magnitude_bits(x):
+    """The bits of |x|, fp32 as int32: they order as |x| does, with NaN above infinity."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def inverse_and_scale(bits, LARGEST: tl.constexpr):
+    """From a group's largest `magnitude_bits`: LARGEST/amax (0 for a group of zeros) and
+    amax/LARGEST (NaN where the group holds NaN or infinity, so that it reaches the output).
+    """
+    amax = bits.to(tl.float32, bitcast=True)
+    zero = amax < TINY
+    inverse = tl.where(zero, 0.0, tl.div_rn(LARGEST, tl.where(zero, 1.0, amax)))
+    scale = tl.where(zero, 0.0, tl.div_rn(amax, LARGEST))
+    return inverse, scale + amax * 0.0
+
+
+@triton.jit
+def to_int8(x):
+    """rint(x) as int8, for |x| up to 127."""
+    return (x + RINT).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def to_e4m3(x, BY_HAND: tl.constexpr):
+    """Round fp32 to E4M3, half to even. `BY_HAND` rounds before the cast: the interpreter's cast
+    does not.
+    """
+    if BY_HAND:
+        bits = x.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -1048576).to(tl.float32, bitcast=True)
+        subnormal = (x + 24576.0) - 24576.0
+        x = tl.where(tl.abs(x) < 0.015625, subnormal, normal)
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def member_of(Cu, members, block, UNIT: tl.constexpr):
+    """The member of a packed call that owns block number `block` of UNIT tokens.
+
+    Member i owns the blocks from Cu[i] // UNIT + i on: enough for its tokens, whatever its length,
+    and known without a sum over the members before it.
+    """
+    low = block * 0
+    high = block * 0 + members - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        starts = tl.load(Cu + middle).to(tl.int32) // UNIT + middle
+        high = tl.where(starts <= block, high, middle - 1)
+        low = tl.where(starts <= block, middle, low)
+    return low
+
+
+@triton.jit
+def span_of(Cu, member, total):
+    """First token and length of a member; offsets out of range are cut to the tensor."""
+    start = tl.minimum(tl.maximum(tl.load(Cu + member).to(tl.int32), 0), total)
+    stop = tl.minimum(tl.maximum(tl.load(Cu + member + 1).to(tl.int32), start), total)
+    return start, stop - start
+
+
+@triton.jit
+def seen_by_position(rows, keys, kv_len, causal_offset, window, CAUSAL, WINDOW):
+    """Which keys each row sees by position alone, [rows, keys]."""
+    seen = (rows[:, None] >= 0) & (keys < kv_len)[None, :]
+    if CAUSAL:
+        last = rows[:, None] + causal_offset
+        seen &= keys[None, :] <= last
+        if WINDOW:
+            seen &= keys[None, :] > last - window
+    return seen
+
+
+@triton.jit
+def masked(scores, seen, mask_at, stride_q, stride_k, rows, keys, q_len, kv_len, MASK):
+    """`scores` in base 2 with the mask applied and everything not `seen` at -inf.
+
+    `mask_at` points at the mask of this batch and head. A bias is clamped to the lowest fp32 after
+    the change to base 2, so that a row of finfo.min stays the mean of V.
+    """
+    if MASK != 0:
+        where = mask_at + rows.to(tl.int64)[:, None] * stride_q + keys.to(tl.int64)[None, :] * (
+            stride_k
+        )
+        inside = (rows < q_len)[:, None] & (keys < kv_len)[None, :]
+        value = tl.load(where, mask=inside, other=0)
+        if MASK == 1:
+            seen &= value != 0
+        else:
+            seen &= value != float("-inf")
+            bias = tl.maximum(value.to(tl.float32) * LOG2E, LOWEST)
+            # A maximum drops NaN; a NaN in the mask must reach the output.
+            bias = tl.where(value != value, float("nan"), bias)
+            total = scores + bias
+            scores = tl.where(total < LOWEST, LOWEST, total)
+    return tl.where(seen, scores, float("-inf"))
+
+
+@triton.jit
+def tanh(x):
+    """tanh by the exponential, to fp32 accuracy for what a soft cap needs."""
+    return 1.0 - 2.0 / (1.0 + tl.math.exp2(x * (2.0 * LOG2E)))
