@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sagepatch.backends.catalogue import CATALOGUE, SDPA
-from sagepatch.errors import InvalidArgument, VariantRefused
+from sagepatch.errors import UnknownVariant, VariantRefused
 from sagepatch.numerics.recipe import RECIPES, TIERS
 from sagepatch.spec import AttnSpec
 from sagepatch.variant import Variant
@@ -37,9 +37,12 @@ class Request:
     def __post_init__(self) -> None:
         recipe = self.variant.rpartition(".")[2]
         if self.variant not in ("auto", *TIERS) and recipe not in RECIPES:
-            raise InvalidArgument(
-                f"unknown variant {self.variant!r}: give 'auto', a tier ({', '.join(TIERS)}), "
-                f"a recipe ({', '.join(RECIPES)}) or <toolchain>.<recipe> (see `sagepatch explain`)"
+            raise UnknownVariant(
+                self.variant,
+                [
+                    f"no such name; give 'auto', a tier ({', '.join(TIERS)}), a recipe "
+                    f"({', '.join(RECIPES)}) or <toolchain>.<recipe>"
+                ],
             )
 
     @property

@@ -57,6 +57,10 @@ class VariantRefused(SagepatchError):
         super().__init__(f"variant {request!r} cannot serve this call: {listed}")
 
 
+class UnknownVariant(VariantRefused, ValueError):
+    """A name that is no tier, recipe or kernel."""
+
+
 class StrictFallback(VariantRefused):
     """A patched layer would have run exact attention under `strict=True`."""
 

@@ -13,7 +13,7 @@ _COLOURS = {"fast": "#2a9d58", "safe": "#2b7bba", "exact": "#c9a227"}
 
 
 def render(report: Report, path: str | os.PathLike[str]) -> None:
-    """Write the plot; raises `MachineError` without matplotlib or where the file cannot be written."""
+    """Write the plot; raises `MachineError` without matplotlib or a place to write."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

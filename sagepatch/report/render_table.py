@@ -46,7 +46,7 @@ def _layers(report: Report) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim", expand=False)
     table.add_column("layer", overflow="fold", ratio=None)
     table.add_column("kind")
-    table.add_column("kernel", overflow="fold")
+    table.add_column("kernel", no_wrap=True)
     table.add_column("cosine", justify="right")
     table.add_column("rel L1", justify="right")
     table.add_column("head", justify="right")
