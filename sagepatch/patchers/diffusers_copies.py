@@ -140,6 +140,8 @@ def _inside_redirect(call: Callable[..., Any]) -> Callable[..., Any]:
         with SdpaRedirect(handle):
             return call(self, *args, **kwargs)
 
+    # Dynamo guards on the length of this tuple when it traces that reading.
+    __call__.__defaults__ = ()
     return __call__
 
 

@@ -1,11 +1,16 @@
-"""Tiny random-weight models of diffusers' true classes, each with inputs for one forward on the CPU."""
+"""Tiny random-weight models of diffusers' true classes, each with inputs for one forward on the
+CPU.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from models.diffusers_pipelines import tiny_flux_pipeline, tiny_sdxl_pipeline, tiny_wan_pipeline
 from torch import Tensor, nn
+
+__all__ = ["tiny_flux_pipeline", "tiny_sdxl_pipeline", "tiny_wan_pipeline"]
 
 Inputs = dict[str, Any]
 
@@ -41,7 +46,7 @@ def tiny_flux(double: int = 2, single: int = 2) -> tuple[nn.Module, Inputs]:
     }
 
 
-def tiny_sd3() -> tuple[nn.Module, Inputs]:
+def tiny_sd3(layers: int = 3) -> tuple[nn.Module, Inputs]:
     from diffusers import SD3Transformer2DModel
 
     torch.manual_seed(0)
@@ -49,7 +54,7 @@ def tiny_sd3() -> tuple[nn.Module, Inputs]:
         sample_size=16,
         patch_size=2,
         in_channels=4,
-        num_layers=3,
+        num_layers=layers,
         attention_head_dim=16,
         num_attention_heads=4,
         caption_projection_dim=64,
@@ -114,7 +119,7 @@ def tiny_sdxl_unet() -> tuple[nn.Module, Inputs]:
     }
 
 
-def tiny_cogvideox() -> tuple[nn.Module, Inputs]:
+def tiny_cogvideox(layers: int = 2) -> tuple[nn.Module, Inputs]:
     from diffusers import CogVideoXTransformer3DModel
 
     torch.manual_seed(0)
@@ -125,18 +130,20 @@ def tiny_cogvideox() -> tuple[nn.Module, Inputs]:
         out_channels=4,
         time_embed_dim=8,
         text_embed_dim=32,
-        num_layers=2,
+        num_layers=layers,
         sample_width=8,
         sample_height=8,
         sample_frames=9,
         patch_size=2,
         temporal_compression_ratio=4,
         max_text_seq_length=8,
+        use_rotary_positional_embeddings=True,
     ).eval()
     return model, {
         "hidden_states": _noise(1, 3, 4, 8, 8),
         "encoder_hidden_states": _noise(1, 8, 32, seed=2),
         "timestep": torch.tensor([5]),
+        "image_rotary_emb": (_noise(48, 16, seed=3).cos(), _noise(48, 16, seed=3).sin()),
     }
 
 
@@ -164,7 +171,7 @@ def tiny_wan(layers: int = 2) -> tuple[nn.Module, Inputs]:
     }
 
 
-def tiny_hunyuan_video() -> tuple[nn.Module, Inputs]:
+def tiny_hunyuan_video(layers: int = 2) -> tuple[nn.Module, Inputs]:
     """Two samples whose texts have 10 and 6 valid tokens: the mask differs by sample."""
     from diffusers import HunyuanVideoTransformer3DModel
 
@@ -174,7 +181,7 @@ def tiny_hunyuan_video() -> tuple[nn.Module, Inputs]:
         out_channels=4,
         num_attention_heads=2,
         attention_head_dim=16,
-        num_layers=2,
+        num_layers=layers,
         num_single_layers=2,
         num_refiner_layers=1,
         patch_size=2,
@@ -195,7 +202,7 @@ def tiny_hunyuan_video() -> tuple[nn.Module, Inputs]:
     }
 
 
-def tiny_qwen_image() -> tuple[nn.Module, Inputs]:
+def tiny_qwen_image(layers: int = 2) -> tuple[nn.Module, Inputs]:
     """Two prompts of unequal length: the shorter is padded and masked."""
     from diffusers import QwenImageTransformer2DModel
 
@@ -204,7 +211,7 @@ def tiny_qwen_image() -> tuple[nn.Module, Inputs]:
         patch_size=2,
         in_channels=16,
         out_channels=4,
-        num_layers=2,
+        num_layers=layers,
         attention_head_dim=16,
         num_attention_heads=3,
         joint_attention_dim=32,
@@ -221,14 +228,14 @@ def tiny_qwen_image() -> tuple[nn.Module, Inputs]:
     }
 
 
-def tiny_pixart() -> tuple[nn.Module, Inputs]:
+def tiny_pixart(layers: int = 2) -> tuple[nn.Module, Inputs]:
     """Cross-attention with an additive mask; 72 channels a head as in the real one."""
     from diffusers import PixArtTransformer2DModel
 
     torch.manual_seed(0)
     model = PixArtTransformer2DModel(
         sample_size=8,
-        num_layers=2,
+        num_layers=layers,
         patch_size=2,
         attention_head_dim=72,
         num_attention_heads=2,
