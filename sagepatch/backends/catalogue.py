@@ -36,5 +36,48 @@ EMULATED = tuple(
     if not recipe.exact
 )
 
-CATALOGUE: tuple[Variant, ...] = (*EMULATED, SDPA)
+# Where Triton lowers an INT8 dot to the matrix units; sm_103 has none worth the name. E4M3 starts
+# with Ada.
+_TRITON_ARCHS = frozenset({80, 86, 87, 89, 90, 100, 120})
+_TRITON_E4M3_ARCHS = frozenset({89, 90, 100, 120})
+# Fastest first, as measured on sm_90 (benchmarks/h200_attention.csv). INT4 codes travel as INT8:
+# their accuracy everywhere, not their speed.
+_TRITON_RECIPES = (
+    "sage2_8b_k128",
+    "sage2_8",
+    "sage2_8b",
+    "sage2pp_8",
+    "sage2pp_8_d4",
+    "sage2pp_8_d1",
+    "sage1_vb",
+    "sage1_vt",
+    "sage2_4",
+    "sage2pp_4",
+    "sage2pp_4_d4",
+    "sage2pp_4_d1",
+    "sage1_b",
+    "sage1_t",
+    "sage1_b_f32",
+    "sage1_t_f32",
+    "sage2_4_f16",
+)
+
+TRITON = tuple(
+    Variant(
+        toolchain="triton",
+        recipe=RECIPES[name],
+        entry="sagepatch.backends.triton.attention:run",
+        devices=frozenset({"cuda"}),
+        archs=_TRITON_E4M3_ARCHS if RECIPES[name].pv == "e4m3" else _TRITON_ARCHS,
+        head_dims=(8, 256),
+        dtypes=frozenset({"fp16", "bf16", "fp32"}),
+        tolerance=Tolerance(cosine=0.9999, rel_l1=0.01)
+        if RECIPES[name].pv == "fp16"
+        else Tolerance(cosine=0.9995, rel_l1=0.025),
+        needs=("triton",),
+    )
+    for name in _TRITON_RECIPES
+)
+
+CATALOGUE: tuple[Variant, ...] = (*TRITON, *EMULATED, SDPA)
 BY_NAME: dict[str, Variant] = {variant.name: variant for variant in CATALOGUE}

@@ -42,10 +42,12 @@ def _values(p, v_at, keys, dv, skv_pad, PV: tl.constexpr, HALF: tl.constexpr, DV
     else:
         v = tl.trans(tl.load(v_at + dv[:, None] * skv_pad + keys[None, :]))
     if HALF:
-        return tl.dot(p, v, out_dtype=tl.float16).to(tl.float32)
-    if PV == "int8":
-        return tl.dot(p, v).to(tl.float32)
-    return tl.dot(p, v)
+        out = tl.dot(p, v, out_dtype=tl.float16)
+    elif PV == "int8":
+        out = tl.dot(p, v, out_dtype=tl.int32)
+    else:
+        out = tl.dot(p, v)
+    return out.to(tl.float32)
 
 
 @triton.jit
@@ -104,7 +106,7 @@ def _tile(
     products = tl.dot(q0, tl.trans(tl.load(at + tl.arange(0, D0)[None, :])))  # int32
     if D1 > 0:
         k1 = tl.load(at + D0 + tl.arange(0, D1)[None, :])
-        products = tl.dot(q1, tl.trans(k1), products)
+        products = tl.dot(q1, tl.trans(k1), products, out_dtype=tl.int32)
     PLAIN: tl.constexpr = not (MASKED or SOFTCAP or SMOOTH_Q)
     if SCALAR_K:
         # One scale a tile: the maximum is taken on integers and one multiply scales a score.

@@ -165,7 +165,9 @@ def exact_where(
             mask=keep,
         )
         if LSE:
-            lse = tl.where(empty, float("-inf"), (m + tl.math.log2(tl.where(empty, 1.0, l))) / LOG2E)
+            lse = tl.where(
+                empty, float("-inf"), (m + tl.math.log2(tl.where(empty, 1.0, l))) / LOG2E
+            )
             tl.store(Lse + row_of_heads * total_q + q_token, lse, mask=inside)
 
 

@@ -34,7 +34,15 @@ class LiveTiles:
 
 @triton.jit
 def _list_key_tiles(
-    Mask, Tiles, Counts, kv_len, tiles, stride_b, stride_k, BLOCK_N: tl.constexpr, GROUP: tl.constexpr
+    Mask,
+    Tiles,
+    Counts,
+    kv_len,
+    tiles,
+    stride_b,
+    stride_k,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """One program a batch member: every query sees the same keys."""
     batch = tl.program_id(0).to(tl.int64)

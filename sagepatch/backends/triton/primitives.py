@@ -101,8 +101,10 @@ def masked(scores, seen, mask_at, stride_q, stride_k, rows, keys, q_len, kv_len,
     the change to base 2, so that a row of finfo.min stays the mean of V.
     """
     if MASK != 0:
-        where = mask_at + rows.to(tl.int64)[:, None] * stride_q + keys.to(tl.int64)[None, :] * (
-            stride_k
+        where = (
+            mask_at
+            + rows.to(tl.int64)[:, None] * stride_q
+            + keys.to(tl.int64)[None, :] * (stride_k)
         )
         inside = (rows < q_len)[:, None] & (keys < kv_len)[None, :]
         value = tl.load(where, mask=inside, other=0)
