@@ -81,3 +81,18 @@ def _function(value: Any) -> types.FunctionType | None:
         return None
     value = inspect.unwrap(value)
     return value if isinstance(value, types.FunctionType) else None
+
+
+def compares_implementation(owner: type) -> bool:
+    """Whether a method of a class compares the configured attention name with "sdpa"."""
+    for base in owner.__mro__:
+        if base.__module__ != owner.__module__:
+            continue
+        for method in vars(base).values():
+            function = _function(method)
+            if function is None or "_attn_implementation" not in names_in(function.__code__):
+                continue
+            constants = function.__code__.co_consts
+            if any(c == "sdpa" or (isinstance(c, tuple) and "sdpa" in c) for c in constants):
+                return True
+    return False

@@ -50,6 +50,9 @@ class SdpaRedirect(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.unflatten and torch.compiler.is_compiling():
+            # Written in Python over super(), which Dynamo does not follow under a function mode.
+            return torch.unflatten(*args, **kwargs)
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         call = sdpa_call(*args, **kwargs)
