@@ -131,8 +131,6 @@ def _dispatches(method: types.FunctionType, owner: type) -> bool:
 
 
 def _inside_redirect(call: Callable[..., Any]) -> Callable[..., Any]:
-    # diffusers reads the signature of __call__ to decide what to pass on; wraps keeps it.
-    @functools.wraps(call)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         handle = self._sagepatch_handle
         if handle is None:
@@ -140,9 +138,10 @@ def _inside_redirect(call: Callable[..., Any]) -> Callable[..., Any]:
         with SdpaRedirect(handle):
             return call(self, *args, **kwargs)
 
-    # Dynamo guards on the length of this tuple when it traces that reading.
+    # diffusers reads the signature of __call__ to decide what to pass on, and Dynamo, tracing that,
+    # guards on the length of this tuple.
     __call__.__defaults__ = ()
-    return __call__
+    return functools.update_wrapper(__call__, call)
 
 
 def _reduce_ex(self: Any, protocol: Any) -> Any:

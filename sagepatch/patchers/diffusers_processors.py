@@ -14,14 +14,12 @@ from typing import Any
 import torch.nn.functional as F
 from torch import nn
 
-from sagepatch.patchers.code import names_in, reached
+from sagepatch.patchers.code import reached
 
 DISPATCH = "dispatch_attention_fn"
 
 # The model itself reads this processor's backend and expects one of diffusers' names there.
 _BACKEND_READ_BY_MODEL = frozenset({"AceStepAttnProcessor2_0"})
-# diffusers' names of the backends that alone can read a block mask.
-_FLEX = frozenset({"flex", "_native_flex"})
 
 
 class Route(Enum):
@@ -41,12 +39,9 @@ class Way:
 
 
 def way_of(processor: Any) -> Way:
-    """How this processor reaches attention, the backend it was told to use included."""
+    """How this processor reaches attention."""
     if isinstance(processor, types.FunctionType | types.MethodType | types.BuiltinFunctionType):
         return Way(Route.NONE, "the processor is a plain function, which can carry no handle")
-    asked = backend_name(processor)
-    if asked in _FLEX:
-        return Way(Route.NONE, f"asks for backend {asked!r}: only flex attention reads block masks")
     processor_class: type = type(processor)
     return class_way(processor_class)
 
@@ -60,9 +55,10 @@ def class_way(processor_class: type) -> Way:
         return Way(Route.NONE, f"{name} has no Python code to follow")
     uses = _uses(call, processor_class)
     if DISPATCH in uses:
-        if "FLEX" in uses:
-            return Way(Route.NONE, f"{name} attends by block-sparse flex attention")
         carries = hasattr(processor_class, "_attention_backend")
+        own = backend_name(processor_class)
+        if own is not None or ("FLEX" in uses and not carries):
+            return Way(Route.NONE, f"{name} always asks for the {own or 'flex'} backend")
         by_handle = carries and name not in _BACKEND_READ_BY_MODEL
         return Way(Route.DISPATCH if by_handle else Route.SDPA)
     if "scaled_dot_product_attention" in uses:
@@ -98,7 +94,7 @@ def backend_name(processor: Any) -> str | None:
 
 def _uses(call: types.FunctionType, owner: type) -> frozenset[str]:
     """Names that the code reaches, with SDPA under its own name whatever a file calls it."""
-    names = set(names_in(call.__code__))
+    names = set()
     for function, name in reached(call, owner):
         names.add(name)
         if function.__globals__.get(name) is F.scaled_dot_product_attention:
