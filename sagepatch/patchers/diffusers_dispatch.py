@@ -16,7 +16,7 @@ from sagepatch.functional import needs_grad, run
 from sagepatch.patchers.carrier import count_elsewhere
 from sagepatch.patchers.code import reached
 from sagepatch.patchers.diffusers_processors import DISPATCH
-from sagepatch.patchers.sdpa import OBSERVED, TRAINING, UNLIKE, observed_by_others, sdpa_call
+from sagepatch.patchers.sdpa import OBSERVED, TRAINING, observed_by_others, sdpa_call
 from sagepatch.spec import Call
 
 PARALLEL = "context parallelism keeps diffusers' own dispatch"
@@ -56,20 +56,19 @@ def make_dispatch(plain: Callable[..., Any], before: Any) -> Callable[..., Any]:
     ) -> Any:
         handle = backend if isinstance(backend, Tensor) else None
         if handle is not None:
-            call: Call | None = None
-            reason: str | None
+            call: Call | str
             if parallel_config is not None:
-                reason = PARALLEL
+                call = PARALLEL
             elif attention_kwargs:
-                reason = EXTRA
+                call = EXTRA
             elif attn_mask is not None and not isinstance(attn_mask, Tensor):
-                reason = SPARSE
+                call = SPARSE
             else:
                 call = _call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-                reason = _not_ours(call)
-            if call is not None and reason is None:
+            reason = _not_ours(call)
+            if isinstance(call, Call) and reason is None:
                 return run(call, handle=handle)[0].transpose(1, 2)
-            count_elsewhere(handle, reason or UNLIKE)
+            count_elsewhere(handle, reason or "")
             backend = before
         return plain(
             query,
@@ -97,7 +96,7 @@ def _call(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
-) -> Call | None:
+) -> Call | str:
     if (
         attn_mask is not None
         and attn_mask.dim() == 2
@@ -118,9 +117,9 @@ def _call(
     )
 
 
-def _not_ours(call: Call | None) -> str | None:
-    if call is None:
-        return UNLIKE
+def _not_ours(call: Call | str) -> str | None:
+    if isinstance(call, str):
+        return call
     if observed_by_others():
         return OBSERVED
     return TRAINING if needs_grad(call) else None

@@ -26,8 +26,12 @@ from sagepatch.patchers.site import Found, Left, Site, Swap
 from sagepatch.spec import Call
 
 OBSERVED = "another TorchFunctionMode is active and must see the SDPA call"
-UNLIKE = "an SDPA call that only torch's own function can mean the same by"
 TRAINING = "training: gradients need the original call"
+DROPOUT = "training: dropout needs the original call"
+SUBCLASS = "q, k or v is a nested tensor or another tensor subclass"
+RANK = "q, k and v are not 4-dimensional"
+MASK = "the mask is given together with is_causal, or is of integers or of a shape of its own"
+SHAPES = "q, k and v differ in batch, heads, dtype or device as only torch's SDPA may allow"
 
 
 class SdpaRedirect(TorchFunctionMode):
@@ -56,8 +60,8 @@ class SdpaRedirect(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         call = sdpa_call(*args, **kwargs)
-        if call is None:
-            reason = UNLIKE
+        if isinstance(call, str):
+            reason = call
         elif observed_by_others():
             reason = OBSERVED
         elif needs_grad(call):
@@ -72,7 +76,7 @@ def observed_by_others() -> bool:
     """Whether someone else's function mode waits for SDPA, as guidance by skipped scores does."""
     return any(
         not isinstance(mode, SdpaRedirect | DeviceContext)
-        for mode in _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        for mode in _get_current_function_mode_stack()
     )
 
 
@@ -85,15 +89,18 @@ def sdpa_call(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Call | None:
-    """An SDPA call as ours; None where only torch's own function means the same or should raise."""
-    plain = all(type(t) in (Tensor, nn.Parameter) for t in (query, key, value))
-    if not plain or query.is_nested or not query.dim() == key.dim() == value.dim() == 4:
-        return None
-    if dropout_p != 0.0 or not _agree(query, key, value, enable_gqa):
-        return None
+) -> Call | str:
+    """An SDPA call as ours, or why only torch's own function means the same (or should raise)."""
+    if query.is_nested or not all(type(t) in (Tensor, nn.Parameter) for t in (query, key, value)):
+        return SUBCLASS
+    if not query.dim() == key.dim() == value.dim() == 4:
+        return RANK
+    if dropout_p != 0.0:
+        return DROPOUT
+    if not _agree(query, key, value, enable_gqa):
+        return SHAPES
     if attn_mask is not None and (is_causal or not _fits(attn_mask, query, key)):
-        return None
+        return MASK
     return Call(
         query,
         key,
@@ -218,7 +225,8 @@ def _agree(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
         and query.shape[0] == key.shape[0]
         and query.shape[3] == key.shape[3]
         and key.shape[:3] == value.shape[:3]
-        and (Hq == Hkv or (enable_gqa and Hkv > 0 and Hq % Hkv == 0))
+        # One key head for all serves without `enable_gqa` too: SDPA broadcasts it.
+        and (Hq == Hkv or Hkv == 1 or (enable_gqa and Hkv > 0 and Hq % Hkv == 0))
     )
 
 
