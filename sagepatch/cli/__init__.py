@@ -1,26 +1,28 @@
-"""The command line: one file per command, errors as one sentence and an exit code, never a
-traceback.
-"""
+"""The command line: one file per command, errors as one sentence and an exit code."""
 
 from __future__ import annotations
 
-import os
 import sys
+from collections.abc import Sequence
+from types import TracebackType
 
+import torch
 import typer
+from typer.exceptions import Abort, TyperException
 
 from sagepatch.cli import bench, calibrate, explain, info, inspect, report, run
-from sagepatch.cli.console import err
+from sagepatch.cli.console import LOG_VARIABLE, say, set_up_logging
 from sagepatch.errors import SagepatchError
 
+INTERRUPTED = 130
+
 app = typer.Typer(
-    name="sagepatch",
-    help="Quantised attention for diffusers and transformers models, layer by layer, with proof.",
+    help="Quantised attention for diffusers pipelines and transformers models, with proof.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (
+COMMANDS = (
     run.run,
     inspect.inspect,
     calibrate.calibrate,
@@ -28,36 +30,52 @@ for command in (
     explain.explain,
     bench.bench,
     info.info,
-):
+)
+for command in COMMANDS:
     app.command()(command)
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 ok, 1 a fault of ours, 2 usage, 3 model, network, machine
-    or nothing patched, 4 plan or variant refused. SAGEPATCH_LOG=debug shows tracebacks.
-    """
-    _configure_logging()
+    """The entry point `sagepatch`."""
+    sys.excepthook = _unexpected
+    raise SystemExit(run_command(sys.argv[1:]))
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run one command line; its exit code. Only a bug of ours raises."""
+    set_up_logging()
     try:
-        app()
+        code = app(list(arguments), prog_name="sagepatch", standalone_mode=False)
     except SagepatchError as error:
-        _fail(str(error), error.exit_code, error)
-    except KeyboardInterrupt:
-        _fail("stopped", 130, None)
-    except Exception as error:  # noqa: BLE001 - the last line of defence: one sentence, exit code 1
-        _fail(f"{type(error).__name__}: {error} (a fault of sagepatch's)", 1, error)
+        return _fail(str(error), error.exit_code)
+    except TyperException as error:
+        text = error.format_message()  # empty where the help was printed instead
+        return _fail(text, 2) if text else 2
+    except torch.OutOfMemoryError:
+        return _fail("out of GPU memory: try --offload model, or fewer pixels, frames or tokens", 3)
+    except OSError as error:
+        return _fail(f"{error.filename or 'the system'}: {error.strerror or error}", 3)
+    except (KeyboardInterrupt, Abort):
+        return _fail("interrupted", INTERRUPTED)
+    return code if isinstance(code, int) else 0
 
 
-def _fail(text: str, code: int, error: BaseException | None) -> None:
-    err().print(f"sagepatch: {text}", style="red", highlight=False, markup=False)
-    if error is not None and os.environ.get("SAGEPATCH_LOG", "").lower() == "debug":
-        raise error
-    sys.exit(code)
+def _fail(sentence: str, code: int) -> int:
+    say(f"sagepatch: {sentence}", style="red")
+    return code
 
 
-def _configure_logging() -> None:
-    import logging
+def _unexpected(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """The last resort, for faults of our own; Python exits with 1 after it."""
+    import os
+    import traceback
 
-    level = os.environ.get("SAGEPATCH_LOG", "warning").upper()
-    known = logging.getLevelNamesMapping()
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    logging.getLogger("sagepatch").setLevel(known.get(level, logging.WARNING))
+    if os.environ.get(LOG_VARIABLE):
+        traceback.print_exception(kind, error, trace)
+    say(
+        f"sagepatch: unexpected {kind.__name__}: {error} (a fault of ours; "
+        f"{LOG_VARIABLE}=debug shows where)",
+        style="red",
+    )

@@ -1,4 +1,4 @@
-"""`sagepatch calibrate`: measure every layer's kernels on prompts and save a plan."""
+"""`sagepatch calibrate`: measure every layer's kernels on prompts and write a plan."""
 
 from __future__ import annotations
 
@@ -7,53 +7,78 @@ from typing import Annotated
 
 import typer
 
-from sagepatch.api import calibrate as measure
-from sagepatch.cli.console import err, out
-from sagepatch.cli.generate import generate, settings_for
-from sagepatch.cli.loading import load, pick_device, pick_dtype
-from sagepatch.cli.options import (
-    Device,
-    Dtype,
-    Emulate,
-    Model,
-    Offload,
-    Threshold,
-    check_offload,
-)
+from sagepatch import api
+from sagepatch.cli import options as o
+from sagepatch.cli.console import out, progress, say, tell
+from sagepatch.cli.generation import check, generate, patched_part
+from sagepatch.cli.loading import Placement, load
+from sagepatch.cli.saving import check_report, check_target, write_report
+from sagepatch.cli.sources import resolve
+from sagepatch.plan_cache import keep_plan
 
 
 def calibrate(
-    model: Model,
-    prompt: Annotated[list[str], typer.Option(help="A prompt to calibrate on; may be repeated.")],
-    plan: Annotated[Path, typer.Option(help="Where the plan goes.")] = Path("plan.json"),
-    seed: Annotated[int, typer.Option()] = 0,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps, or tokens of text.")] = None,
-    height: Annotated[int | None, typer.Option()] = None,
-    width: Annotated[int | None, typer.Option()] = None,
-    frames: Annotated[int | None, typer.Option()] = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    offload: Offload = "none",
-    threshold: Threshold = 0.998,
-    emulate: Emulate = None,
+    model: o.Model,
+    prompt: Annotated[list[str], typer.Option(help="A prompt to measure on; repeat for more.")],
+    out_file: Annotated[Path, typer.Option("--out", help="The plan.")] = Path("plan.json"),
+    threshold: o.Threshold = 0.998,
+    emulate: o.Emulate = None,
+    report: o.Report = None,
+    seed: o.Seed = 0,
+    steps: o.Steps = None,
+    width: o.Width = None,
+    height: o.Height = None,
+    frames: o.Frames = None,
+    tokens: o.Tokens = o.NEW_TOKENS,
+    dtype: o.Dtype = "auto",
+    device: o.Device = "auto",
+    offload: o.Offload = "none",
 ) -> None:
-    """Measure MODEL's layers on the prompts and save the plan that the threshold allows."""
-    check_offload(offload)
-    where = pick_device(device)
-    emulated = (model == "demo" and where == "cpu") if emulate is None else emulate
-    with err().status(f"loading {model}"):
-        loaded = load(model, device=where, dtype=pick_dtype(dtype, where), offload=offload)
+    """Measure each layer's kernels on prompts and write the plan that the threshold allows.
 
-    def generations() -> None:
-        for text in prompt:
-            settings = settings_for(
-                loaded, text, seed=seed, steps=steps, height=height, width=width, frames=frames
-            )
-            generate(loaded, settings, f"calibrating on {text!r}")
+    Ctrl-C ends the measuring early and keeps what was measured.
+    """
+    where = Placement.of(device, dtype, offload)
+    source = resolve(model)
+    check_target(out_file, (".json",), "--out")
+    if report is not None:
+        check_report(report)
+    jobs = [
+        o.job_of(
+            source,
+            text,
+            seed=seed + number,
+            steps=steps,
+            width=width,
+            height=height,
+            frames=frames,
+            tokens=tokens,
+        )
+        for number, text in enumerate(prompt)
+    ]
+    with progress(f"loading {source.asked}"):
+        loaded = load(source, where)
+    for job in jobs:
+        check(loaded, job)
 
-    table = measure(loaded.model, generations, emulate=emulated)
-    solved = table.plan(threshold)
-    solved.save(plan)
-    for entry in solved.entries:
-        out().print(f"{entry.site}  {entry.variant}  {entry.reason}", highlight=False, markup=False)
-    out().print(f"wrote {plan} ({len(solved.entries)} layers)", highlight=False)
+    def generate_all() -> None:
+        try:
+            for number, job in enumerate(jobs, 1):
+                with progress(f"calibrating on prompt {number} of {len(jobs)}") as step:
+                    generate(loaded, job, step)
+        except KeyboardInterrupt:
+            say("Interrupted: the plan is made of what was measured so far.", style="yellow")
+
+    part = patched_part(loaded)
+    emulated = o.emulation(source, where.device.type, emulate)
+    calibration = api.calibrate(part, run=generate_all, emulate=emulated)
+    plan = calibration.plan(threshold)
+    plan.save(out_file)
+    with api.apply(part, plan=plan, emulate=emulated) as patch:
+        keep_plan(plan, patch.machine)
+        made = patch.report()
+    out().print(made)
+    tell(f"{out_file}: {len(plan.entries)} layers at threshold {threshold:g}", style="bold")
+    if report is not None:
+        write_report(made, report)
+        tell(f"{report}", style="bold")

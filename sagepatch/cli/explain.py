@@ -2,82 +2,136 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from sagepatch.backends import unusable
-from sagepatch.cli.console import out
-from sagepatch.dispatch import Request, candidates
-from sagepatch.errors import InvalidArgument, VariantRefused
-from sagepatch.spec import AttnSpec, MaskKind
-from sagepatch.variant import Variant
+from sagepatch.backends.catalogue import CATALOGUE
+from sagepatch.cli import options as o
+from sagepatch.cli.console import out, print_json, table, tell
+from sagepatch.dispatch import Decision, Request, Unusable, candidates, select
+from sagepatch.env import Machine
+from sagepatch.errors import InvalidArgument
+from sagepatch.spec import DTYPE_NAMES, AttnSpec, MaskKind
 
 
 def explain(
     shape: Annotated[
         str,
-        typer.Argument(help="B,Hq,Hkv,Sq,Skv,D and perhaps Dv, as 1,24,24,4608,4608,128."),
+        typer.Argument(
+            help="batch x heads x queries x keys x head_dim, as reports show it: "
+            "1x24x4608x4608x128; 32/8 heads for GQA, 192/128 where v's heads differ."
+        ),
     ],
     dtype: Annotated[str, typer.Option(help="fp16, bf16, fp32 or fp64.")] = "bf16",
     arch: Annotated[
-        int | None, typer.Option(help="Compute capability, as 90; none: a CPU.")
+        int | None,
+        typer.Option(help="Compute capability, 90 for sm_90; 0 for a CPU. Default: this machine."),
     ] = None,
     mask: Annotated[str, typer.Option(help="none, key_padding, bool or additive.")] = "none",
-    causal_offset: Annotated[int | None, typer.Option(help="Causal with this offset.")] = None,
-    window: Annotated[int | None, typer.Option(help="Sliding window.")] = None,
-    variant: Annotated[str, typer.Option(help="Ask for a tier, recipe or full name.")] = "auto",
-    emulate: Annotated[bool, typer.Option(help="Admit emulated kernels.")] = False,
+    causal: Annotated[bool, typer.Option("--causal", help="Hide later keys.")] = False,
+    causal_offset: Annotated[int, typer.Option(help="With --causal: keys - queries.")] = 0,
+    window: Annotated[int | None, typer.Option(min=1, help="Sliding window.")] = None,
+    softcap: Annotated[bool, typer.Option("--softcap")] = False,
+    sinks: Annotated[bool, typer.Option("--sinks")] = False,
+    packed: Annotated[bool, typer.Option("--packed", help="Several sequences in one.")] = False,
+    variant: Annotated[
+        str, typer.Option(help="Look only at a tier, a recipe or a full name.")
+    ] = "auto",
+    emulate: Annotated[bool, typer.Option("--emulate", help="Admit emulated kernels.")] = False,
+    as_json: o.AsJson = False,
 ) -> None:
-    """Say which kernels could serve a call and everything that speaks against the others."""
-    spec = _spec(shape, dtype, arch, mask, causal_offset, window)
+    """Say which kernel would serve a call, and every reason against each of the others.
+
+    Works for any GPU from any machine. Exit code 4 where nothing that was asked for can serve.
+    """
+    here = Machine.here()
+    own = here.gpus[0].arch if here.gpus else 0
+    target = own if arch is None else arch
+    spec = read_spec(shape, dtype, target, mask)
+    spec = AttnSpec(
+        **{
+            **asdict(spec),
+            "mask": spec.mask,
+            "causal_offset": causal_offset if causal else None,
+            "window": window,
+            "softcap": softcap,
+            "sinks": sinks,
+            "packed": packed,
+        }
+    )
     request = Request(variant, emulate)
-    decisions = candidates(spec, request, _unusable_for(arch))
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("kernel", "tier", "serves", "why not"):
-        table.add_column(column, overflow="fold")
+    # What is installed here says nothing about another machine.
+    usable: Unusable = unusable if target == own else (lambda variant: None)
+    decisions = candidates(spec, request, usable, CATALOGUE)
+    if as_json:
+        print_json(
+            {
+                "spec": asdict(spec),
+                "kernels": [
+                    {
+                        "name": d.variant.name,
+                        "tier": d.variant.tier,
+                        "serves": not d.reasons,
+                        "reasons": list(d.reasons),
+                    }
+                    for d in decisions
+                ],
+            }
+        )
+    else:
+        tell(f"{spec} on {f'sm_{target}' if target else 'a CPU'}", style="bold")
+        show(decisions)
+    chosen = select(spec, request, usable, CATALOGUE)
+    if not as_json:
+        why = next((d.reasons[0] for d in chosen.decisions if d.reasons), "")
+        stays = f" ({why})" if chosen.variant.recipe.exact and variant == "auto" and why else ""
+        tell(f"An uncalibrated call runs {chosen.variant.name}{stays}.", style="bold")
+
+
+def show(decisions: tuple[Decision, ...]) -> None:
+    """Every kernel and what speaks against it."""
+    from rich.text import Text
+
+    made = table("kernel", "tier", "serves", "why not")
     for decision in decisions:
         kernel = decision.variant
-        ok = "no" if decision.reasons else "yes"
-        table.add_row(kernel.name, kernel.tier, ok, Text("; ".join(decision.reasons)))
-    out().print(f"{spec}", style="bold", highlight=False)
-    out().print(table)
-    if all(decision.reasons for decision in decisions):
-        reasons = [f"{d.variant.name}: {', '.join(d.reasons)}" for d in decisions]
-        raise VariantRefused(variant, reasons)
+        serves = Text("no", style="dim") if decision.reasons else Text("yes", style="green")
+        made.add_row(kernel.name, kernel.tier, serves, Text("; ".join(decision.reasons)))
+    out().print(made)
 
 
-def _unusable_for(arch: int | None):  # type: ignore[no-untyped-def]
-    # A question about another GPU is not about what is installed here.
-    def answer(variant: Variant) -> str | None:
-        return None if arch is not None else unusable(variant)
-
-    return answer
-
-
-def _spec(
-    shape: str,
-    dtype: str,
-    arch: int | None,
-    mask: str,
-    causal_offset: int | None,
-    window: int | None,
-) -> AttnSpec:
+def read_spec(shape: str, dtype: str, arch: int, mask: str) -> AttnSpec:
+    """The spec of a shape as reports print it; refuses what is no attention call."""
+    if dtype not in DTYPE_NAMES.values():
+        raise InvalidArgument(f"--dtype is {dtype!r}, needs {', '.join(DTYPE_NAMES.values())}")
+    if mask not in [kind.value for kind in MaskKind]:
+        kinds = ", ".join(kind.value for kind in MaskKind)
+        raise InvalidArgument(f"--mask is {mask!r}, needs one of {kinds}")
     try:
-        sizes = [int(part) for part in shape.split(",")]
-        kind = MaskKind(mask)
+        fields = [[int(part) for part in field.split("/")] for field in shape.lower().split("x")]
     except ValueError as error:
-        raise InvalidArgument(f"cannot read shape {shape!r} or mask {mask!r}: {error}") from error
-    if len(sizes) not in (6, 7) or min(sizes) < 0:
-        raise InvalidArgument(f"shape {shape!r} needs B,Hq,Hkv,Sq,Skv,D or ...,Dv, all positive")
-    if dtype not in ("fp16", "bf16", "fp32", "fp64"):
-        raise InvalidArgument(f"--dtype is {dtype!r}, needs fp16, bf16, fp32 or fp64")
-    B, Hq, Hkv, Sq, Skv, D = sizes[:6]
-    if Hkv == 0 or Hq % Hkv:
-        raise InvalidArgument(f"{Hq} query heads cannot share {Hkv} key heads")
+        raise InvalidArgument(f"shape {shape!r} cannot be read: as 1x24x4608x4608x128") from error
+    if len(fields) != 5 or any(len(f) > 1 for i, f in enumerate(fields) if i not in (1, 4)):
+        raise InvalidArgument(f"shape {shape!r} needs five sizes, as 1x24x4608x4608x128")
+    (batch,), heads, (queries,), (keys,), dims = fields
+    if min(batch, *heads, *dims) < 1 or min(queries, keys) < 0:
+        raise InvalidArgument(f"shape {shape!r} holds a size below 1")
+    if heads[0] % heads[-1]:
+        raise InvalidArgument(f"{heads[0]} query heads cannot share {heads[-1]} key heads")
     return AttnSpec(
-        B, Hq, Hkv, Sq, Skv, D, sizes[-1], dtype, dtype,
-        "cpu" if arch is None else "cuda", arch, kind, causal_offset, window,
-    )  # fmt: skip
+        batch=batch,
+        q_heads=heads[0],
+        kv_heads=heads[-1],
+        q_len=queries,
+        kv_len=keys,
+        head_dim=dims[0],
+        v_head_dim=dims[-1],
+        dtype=dtype,
+        v_dtype=dtype,
+        device="cuda" if arch else "cpu",
+        arch=arch or None,
+        mask=MaskKind(mask),
+    )

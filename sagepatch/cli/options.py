@@ -1,42 +1,75 @@
-"""Options that several commands share, and how a report or plan path is read."""
+"""Options that several commands share, each spelt once."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from sagepatch.errors import InvalidArgument
+from sagepatch.cli.generation import NEW_TOKENS, Job
+from sagepatch.cli.sources import Source
 
 Model = Annotated[
-    str, typer.Argument(help="demo, a preset (flux, sdxl, wan2.1-14b, ...), a path or a hub id.")
+    str, typer.Argument(help="A preset (flux, wan, llama ... or demo), a folder, or a hub id.")
 ]
+Prompt = Annotated[str, typer.Option(help="What to draw, film or continue.")]
+Seed = Annotated[int, typer.Option(help="Seed of the noise.")]
+Steps = Annotated[int | None, typer.Option(min=1, help="Denoising steps.")]
+Width = Annotated[int | None, typer.Option(min=8, help="Pixels.")]
+Height = Annotated[int | None, typer.Option(min=8, help="Pixels.")]
+Frames = Annotated[int | None, typer.Option(min=1, help="Frames of a video.")]
+Tokens = Annotated[int, typer.Option(min=1, help="New tokens of a language model.")]
+Dtype = Annotated[str, typer.Option(help="auto, fp32, fp16 or bf16; auto is bf16 on a GPU.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-Dtype = Annotated[str, typer.Option(help="auto (bf16 on a GPU, else fp32), bf16, fp16 or fp32.")]
-Offload = Annotated[str, typer.Option(help="none, model or sequential CPU offload.")]
+Offload = Annotated[str, typer.Option(help="none, model or sequential: saves GPU memory.")]
 Threshold = Annotated[
-    float, typer.Option(help="Least cosine in the worst head; above 1 all exact, 0 all finite.")
+    float, typer.Option(help="Least cosine, in the worst head, that a kernel must keep.")
 ]
 Emulate = Annotated[
     bool | None,
     typer.Option(
         "--emulate/--no-emulate",
-        help="Admit emulated kernels: slow, shows accuracy. On by default for the demo on a CPU.",
+        help="Admit emulated kernels: slow, they show accuracy. Default: the demo on a CPU only.",
     ),
 ]
-ReportPath = Annotated[
-    Path | None, typer.Option("--report", help="Also write the report: .html, .json or .png.")
+Report = Annotated[
+    Path | None, typer.Option(help="Also write the per-layer report: .html, .json or .png.")
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+__all__ = ["NEW_TOKENS"]
 
 
-def check_report_path(path: Path | None) -> None:
-    """Refuse a report path of an unknown kind before any work is done."""
-    if path is not None and path.suffix not in (".html", ".json", ".png"):
-        raise InvalidArgument(f"--report {path} must end in .html, .json or .png")
+def job_of(
+    source: Source,
+    prompt: str,
+    *,
+    seed: int,
+    steps: int | None = None,
+    width: int | None = None,
+    height: int | None = None,
+    frames: int | None = None,
+    tokens: int = NEW_TOKENS,
+) -> Job:
+    """The job that the options describe, on top of what the preset's documentation calls for."""
+    asked = {
+        "num_inference_steps": steps,
+        "width": width,
+        "height": height,
+        "num_frames": frames,
+    }
+    options: dict[str, Any] = dict(source.preset.call) if source.preset else {}
+    if source.is_demo:
+        from dataclasses import asdict
+
+        from sagepatch.demo import DEFAULTS
+
+        options = asdict(DEFAULTS)
+    options.update({name: value for name, value in asked.items() if value is not None})
+    return Job(prompt, seed, options, tokens)
 
 
-def check_offload(offload: str) -> None:
-    """Refuse an unknown way to offload before any work is done."""
-    if offload not in ("none", "model", "sequential"):
-        raise InvalidArgument(f"--offload is {offload!r}, needs none, model or sequential")
+def emulation(source: Source, device_type: str, asked: bool | None) -> bool:
+    """Whether emulated kernels are admitted: as asked, else for the demo on a CPU."""
+    return asked if asked is not None else source.is_demo and device_type == "cpu"

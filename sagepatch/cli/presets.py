@@ -1,64 +1,129 @@
-"""The models that `sagepatch run` knows by a short name; geometry always comes from the loaded
-model.
+"""Names for well-known models: hub id, what it makes and how its own documentation calls it.
+
+Geometry is never taken from here: it is read from the loaded config. Every hub id occurs in the
+sources of the installed diffusers or transformers; a test looks each of them up there.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
-Medium = Literal["image", "video", "text"]
+Task = Literal["image", "video", "text", "features"]
+CallValue = int | float
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """One model by name. `repo` is its hub id; `gated` says in one sentence how to get access."""
+    """One well-known model. `call` holds the arguments of a call that its documentation gives;
+    a gated model needs a licence accepted on its page of the hub.
+    """
 
     name: str
-    repo: str
-    medium: Medium
-    steps: int | None = None
-    height: int | None = None
-    width: int | None = None
-    frames: int | None = None
-    guidance: float | None = None
-    gated: str | None = None
+    task: Task
+    hub_id: str
+    call: Mapping[str, CallValue] = field(default_factory=dict)
+    gated: bool = False
 
 
-_BFL = "this model is gated: accept its licence on its hub page, then log in with `hf auth login`"
-_META = _BFL
+def _square(side: int, **call: CallValue) -> dict[str, CallValue]:
+    return {"height": side, "width": side, **call}
 
-PRESETS: dict[str, Preset] = {
-    preset.name: preset
-    for preset in (
-        Preset("flux", "black-forest-labs/FLUX.1-schnell", "image", 4, 1024, 1024, guidance=0.0),
-        Preset("flux-schnell", "black-forest-labs/FLUX.1-schnell", "image", 4, 1024, 1024),
-        Preset("flux-dev", "black-forest-labs/FLUX.1-dev", "image", 28, 1024, 1024, gated=_BFL),
-        Preset("flux2-dev", "black-forest-labs/FLUX.2-dev", "image", 28, 1024, 1024, gated=_BFL),
-        Preset("sd15", "stable-diffusion-v1-5/stable-diffusion-v1-5", "image", 30, 512, 512),
-        Preset("sdxl", "stabilityai/stable-diffusion-xl-base-1.0", "image", 30, 1024, 1024),
-        Preset("sd35-large", "stabilityai/stable-diffusion-3.5-large", "image", 28, gated=_BFL),
-        Preset("sd35-medium", "stabilityai/stable-diffusion-3.5-medium", "image", 28, gated=_BFL),
-        Preset("pixart-sigma", "PixArt-alpha/PixArt-Sigma-XL-2-1024-MS", "image", 20),
-        Preset("sana", "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers", "image", 20),
-        Preset("stable-cascade", "stabilityai/stable-cascade", "image", 20),
-        Preset("unidiffuser", "thu-ml/unidiffuser-v1", "image", 20),
-        Preset("qwen-image", "Qwen/Qwen-Image", "image", 50),
-        Preset("z-image-turbo", "Tongyi-MAI/Z-Image-Turbo", "image", 9),
-        Preset("chroma", "lodestones/Chroma1-HD", "image", 40),
-        Preset("hidream", "HiDream-ai/HiDream-I1-Full", "image", 50),
-        Preset("lumina2", "Alpha-VLLM/Lumina-Image-2.0", "image", 50),
-        Preset("auraflow", "fal/AuraFlow", "image", 50),
-        Preset("cogvideox-2b", "THUDM/CogVideoX-2b", "video", 50, 480, 720, 49),
-        Preset("cogvideox-5b", "THUDM/CogVideoX-5b", "video", 50, 480, 720, 49),
-        Preset("hunyuan-video", "hunyuanvideo-community/HunyuanVideo", "video", 30, 720, 1280, 129),
-        Preset("wan2.1-1.3b", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "video", 50, 480, 832, 81),
-        Preset("wan2.1-14b", "Wan-AI/Wan2.1-T2V-14B-Diffusers", "video", 50, 480, 832, 81),
-        Preset("ltx-video", "Lightricks/LTX-Video", "video", 50, 512, 704, 161),
-        Preset("mochi", "genmo/mochi-1-preview", "video", 50, 480, 848, 19),
-        Preset("allegro", "rhymes-ai/Allegro", "video", 50),
-        Preset("llama2-7b", "meta-llama/Llama-2-7b-hf", "text", gated=_META),
-        Preset("mistral-7b", "mistralai/Mistral-7B-v0.1", "text"),
-        Preset("gemma2-9b", "google/gemma-2-9b", "text", gated=_META),
-    )
-}
+
+_ALL = (
+    Preset(
+        "flux",
+        "image",
+        "black-forest-labs/FLUX.1-schnell",
+        _square(1024, num_inference_steps=4, guidance_scale=0.0, max_sequence_length=256),
+    ),
+    Preset(
+        "flux-dev",
+        "image",
+        "black-forest-labs/FLUX.1-dev",
+        _square(1024, num_inference_steps=28, guidance_scale=3.5),
+        gated=True,
+    ),
+    Preset(
+        "flux2-dev",
+        "image",
+        "black-forest-labs/FLUX.2-dev",
+        _square(1024, num_inference_steps=50, guidance_scale=2.5),
+        gated=True,
+    ),
+    Preset(
+        "flux2-klein",
+        "image",
+        "black-forest-labs/FLUX.2-klein-base-9B",
+        _square(1024, num_inference_steps=50, guidance_scale=4.0),
+    ),
+    Preset("sd15", "image", "stable-diffusion-v1-5/stable-diffusion-v1-5", _square(512)),
+    Preset("sdxl", "image", "stabilityai/stable-diffusion-xl-base-1.0", _square(1024)),
+    Preset("sd3", "image", "stabilityai/stable-diffusion-3-medium-diffusers", gated=True),
+    Preset("sd35-large", "image", "stabilityai/stable-diffusion-3.5-large", gated=True),
+    Preset("sd35-medium", "image", "stabilityai/stable-diffusion-3.5-medium", gated=True),
+    Preset("pixart-sigma", "image", "PixArt-alpha/PixArt-Sigma-XL-2-1024-MS", _square(1024)),
+    Preset("sana", "image", "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers"),
+    Preset("stable-cascade", "image", "stabilityai/stable-cascade"),
+    Preset("unidiffuser", "image", "thu-ml/unidiffuser-v1"),
+    Preset("qwen-image", "image", "Qwen/Qwen-Image", {"num_inference_steps": 50}),
+    Preset(
+        "z-image-turbo",
+        "image",
+        "Tongyi-MAI/Z-Image-Turbo",
+        _square(1024, num_inference_steps=8, guidance_scale=0.0),
+    ),
+    Preset("chroma", "image", "lodestones/Chroma1-HD", _square(1024)),
+    Preset("hidream", "image", "HiDream-ai/HiDream-I1-Full", _square(1024)),
+    Preset("lumina2", "image", "Alpha-VLLM/Lumina-Image-2.0", _square(1024)),
+    Preset("auraflow", "image", "fal/AuraFlow", _square(1024)),
+    Preset("cogview4", "image", "THUDM/CogView4-6B", _square(1024)),
+    Preset("cosmos", "image", "nvidia/Cosmos-Predict2-2B-Text2Image"),
+    Preset("cogvideox-2b", "video", "THUDM/CogVideoX-2b", {"num_frames": 49}),
+    Preset("cogvideox-5b", "video", "THUDM/CogVideoX-5b", {"num_frames": 49}),
+    Preset(
+        "hunyuan-video",
+        "video",
+        "hunyuanvideo-community/HunyuanVideo",
+        {"height": 320, "width": 512, "num_frames": 61, "num_inference_steps": 30},
+    ),
+    Preset("hunyuan-video-1.5", "video", "hunyuanvideo-community/HunyuanVideo-1.5-480p_t2v"),
+    Preset(
+        "wan",
+        "video",
+        "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+        {"height": 480, "width": 832, "num_frames": 81, "guidance_scale": 5.0},
+    ),
+    Preset(
+        "wan-14b",
+        "video",
+        "Wan-AI/Wan2.1-T2V-14B-Diffusers",
+        {"height": 720, "width": 1280, "num_frames": 81, "guidance_scale": 5.0},
+    ),
+    Preset(
+        "ltx-video",
+        "video",
+        "Lightricks/LTX-Video",
+        {"height": 480, "width": 704, "num_frames": 161, "num_inference_steps": 50},
+    ),
+    Preset("ltx-2", "video", "Lightricks/LTX-2"),
+    Preset("mochi", "video", "genmo/mochi-1-preview"),
+    Preset("kandinsky5", "video", "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers"),
+    Preset("llama", "text", "meta-llama/Llama-3.1-8B", gated=True),
+    Preset("llama2", "text", "meta-llama/Llama-2-7b-hf", gated=True),
+    Preset("qwen3", "text", "Qwen/Qwen3-8B"),
+    Preset("qwen2.5", "text", "Qwen/Qwen2.5-0.5B"),
+    Preset("mistral", "text", "mistralai/Mistral-7B-v0.1"),
+    Preset("gemma2", "text", "google/gemma-2-2b", gated=True),
+    Preset("phi3", "text", "microsoft/Phi-3-mini-4k-instruct"),
+    Preset("phi2", "text", "microsoft/phi-2"),
+    Preset("gpt-oss", "text", "openai/gpt-oss-20b"),
+    Preset("gemma3", "features", "google/gemma-3-4b-it", gated=True),
+    Preset("llava", "features", "llava-hf/llava-1.5-7b-hf"),
+    Preset("vit", "features", "google/vit-base-patch16-224"),
+    Preset("whisper", "features", "openai/whisper-tiny"),
+    Preset("t5-xxl", "features", "google/flan-t5-xxl"),
+)
+
+PRESETS: dict[str, Preset] = {preset.name: preset for preset in _ALL}

@@ -1,38 +1,44 @@
-"""`sagepatch report`: show a saved JSON report, or turn it into a page or a plot."""
+"""`sagepatch report`: show a report that was saved as JSON, or turn it into a page or a plot."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from sagepatch.cli.console import out
+from sagepatch.cli.console import out, table, tell
+from sagepatch.cli.saving import check_report, write_report
 from sagepatch.errors import InvalidArgument
 from sagepatch.report.render_json import load
 
 
 def report(
-    path: Annotated[Path, typer.Argument(help="A report that `run --report x.json` wrote.")],
-    to: Annotated[Path | None, typer.Option(help="Write it as .html or .png instead.")] = None,
-    layer: Annotated[str | None, typer.Option(help="Show one layer only.")] = None,
+    saved: Annotated[Path, typer.Argument(help="What `sagepatch run --report x.json` wrote.")],
+    out_file: Annotated[
+        Path | None, typer.Option("--out", help="Write it as .html, .png or .json instead.")
+    ] = None,
+    layer: Annotated[str | None, typer.Option(help="Everything about one layer.")] = None,
 ) -> None:
-    """Show the report at PATH, or convert it."""
-    said = load(path)
-    if layer is not None:
-        rows = [row for row in said.layers if row.name == layer]
-        if not rows:
-            names = ", ".join(row.name for row in said.layers[:5])
-            raise InvalidArgument(f"the report has no layer {layer!r}; it has {names} ...")
-        for name in type(rows[0]).__slots__:
-            out().print(f"{name}: {getattr(rows[0], name)}", highlight=False, markup=False)
-    elif to is None:
-        out().print(said)
-    elif to.suffix == ".html":
-        said.to_html(to)
-        out().print(f"wrote {to}", highlight=False)
-    elif to.suffix == ".png":
-        said.plot(to)
-        out().print(f"wrote {to}", highlight=False)
-    else:
-        raise InvalidArgument(f"--to {to} must end in .html or .png")
+    """Show a saved report, or write it in another format."""
+    if out_file is not None:
+        check_report(out_file)
+    made = load(saved)
+    if out_file is not None:
+        write_report(made, out_file)
+        tell(f"{out_file}", style="bold")
+        return
+    if layer is None:
+        out().print(made)
+        return
+    rows = [row for row in made.layers if row.name == layer]
+    if not rows:
+        names = ", ".join(row.name for row in made.layers[:4])
+        raise InvalidArgument(f"the report has no layer {layer!r}; it has {names} ...")
+    from rich.text import Text
+
+    shown = table("field", "value")
+    for name, value in asdict(rows[0]).items():
+        shown.add_row(name, Text(str(value)))
+    out().print(shown)

@@ -1,190 +1,244 @@
-"""`sagepatch run`: generate with a patched model, compare with exact attention, report layer by
-layer.
-"""
+"""`sagepatch run`: generate with a patched model, and on request compare with the exact result."""
 
 from __future__ import annotations
 
-import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from sagepatch.api import Patch, apply
-from sagepatch.api import calibrate as measure
-from sagepatch.cli.console import err, hint, out
-from sagepatch.cli.generate import Result, Settings, generate, settings_for
-from sagepatch.cli.loading import Loaded, load, pick_device, pick_dtype
-from sagepatch.cli.options import (
-    Device,
-    Dtype,
-    Emulate,
-    Model,
-    Offload,
-    ReportPath,
-    Threshold,
-    check_offload,
-    check_report_path,
+from sagepatch.api import Patch, apply, calibrate
+from sagepatch.cli import options as o
+from sagepatch.cli.console import out, progress, say, tell
+from sagepatch.cli.generation import Job, Made, check, generate, patched_part
+from sagepatch.cli.loading import LanguageModel, Placement, load
+from sagepatch.cli.rehearsal import rehearse
+from sagepatch.cli.saving import (
+    PICTURES,
+    TEXTS,
+    VIDEOS,
+    check_report,
+    check_target,
+    default_target,
+    save,
+    write_report,
 )
-from sagepatch.errors import InvalidArgument, SagepatchError
-from sagepatch.plan import Plan, write_bytes, write_text
+from sagepatch.cli.sources import Source, resolve
+from sagepatch.dispatch import Request
+from sagepatch.errors import InvalidArgument
+from sagepatch.plan import Plan
+from sagepatch.plan_cache import keep_plan
 from sagepatch.report.model import Report
-from sagepatch.report.pictures import Comparison, frame, png_bytes
+from sagepatch.report.pictures import Comparison
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How the layers get their kernels."""
+
+    plan: Plan | None
+    request: Request
+    threshold: float
+    strict: bool
+
+    @property
+    def calibrates(self) -> bool:
+        return self.plan is None and self.request.variant == "auto"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What there is to show and save, even where the run ended early."""
+
+    runs: list[Made] = field(default_factory=list)
+    report: Report | None = None
 
 
 def run(
-    model: Model,
-    prompt: Annotated[str, typer.Option(help="What to draw, film or write.")],
-    out_path: Annotated[
-        Path | None, typer.Option("--out", help="Where the result goes; default ./sagepatch.png.")
+    model: o.Model,
+    prompt: o.Prompt,
+    out_file: Annotated[
+        Path | None,
+        typer.Option("--out", help="Picture, video or text file. Default: here, named after it."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the noise; the same for both runs.")] = 0,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps, or tokens of text.")] = None,
-    height: Annotated[int | None, typer.Option()] = None,
-    width: Annotated[int | None, typer.Option()] = None,
-    frames: Annotated[int | None, typer.Option(help="Frames of a video.")] = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    offload: Offload = "none",
-    plan: Annotated[Path | None, typer.Option(help="Run a saved plan.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="Follow this plan.")] = None,
     variant: Annotated[
-        str, typer.Option(help="auto, a tier (fast, safe, exact), a recipe or a full kernel name.")
+        str, typer.Option(help="auto, a tier (fast, safe, exact), a recipe or a full name.")
     ] = "auto",
-    threshold: Threshold = 0.998,
+    threshold: o.Threshold = 0.998,
     compare: Annotated[
         bool | None,
         typer.Option(
             "--compare/--no-compare",
-            help="Run exact first, then quantised, from one seed. On by default for the demo.",
+            help="Generate exactly too, from the same seed. Default: the demo only.",
         ),
     ] = None,
     strict: Annotated[
-        bool, typer.Option(help="Fail instead of running exact where a kernel cannot serve.")
+        bool, typer.Option(help="Fail where a layer would fall back to exact attention.")
     ] = False,
-    emulate: Emulate = None,
-    report: ReportPath = None,
+    emulate: o.Emulate = None,
+    report: o.Report = None,
+    seed: o.Seed = 0,
+    steps: o.Steps = None,
+    width: o.Width = None,
+    height: o.Height = None,
+    frames: o.Frames = None,
+    tokens: o.Tokens = o.NEW_TOKENS,
+    dtype: o.Dtype = "auto",
+    device: o.Device = "auto",
+    offload: o.Offload = "none",
 ) -> None:
-    """Generate with MODEL on quantised attention and report what each layer ran and why."""
-    check_report_path(report)
-    check_offload(offload)
+    """Generate with quantised attention: sagepatch run flux --prompt "a cat"."""
+    where = Placement.of(device, dtype, offload)
+    source = resolve(model)
+    emulated = o.emulation(source, where.device.type, emulate)
     if plan is not None and variant != "auto":
         raise InvalidArgument("--plan and --variant exclude each other: a plan names the variants")
-    loaded_plan = None if plan is None else Plan.load(plan)
-    where = pick_device(device)
-    demo = model == "demo"
-    if demo:
-        _hint_unknown_words(prompt)
-    emulated = (demo and where == "cpu") if emulate is None else emulate
-    with err().status(f"loading {model}"):
-        loaded = load(model, device=where, dtype=pick_dtype(dtype, where), offload=offload)
-    settings = settings_for(
-        loaded, prompt, seed=seed, steps=steps, height=height, width=width, frames=frames
+    choice = Choice(
+        None if plan is None else Plan.load(plan), Request(variant, emulated), threshold, strict
     )
-    rules: dict[str, Any] = {"threshold": threshold, "strict": strict, "emulate": emulated}
-    if demo if compare is None else compare:
-        patch, exact = _exact_then_patched(loaded, settings, loaded_plan, variant, rules)
-    else:
-        patch, exact = apply(loaded.model, plan=loaded_plan, variant=variant, **rules), None
-    start = time.perf_counter()
-    try:
-        result = generate(loaded, settings, "with the plan" if patch.locked else "calibrating")
-        seconds = time.perf_counter() - start
-        patch.lock()
-        said = patch.report()
-    finally:
-        patch.restore()
-    _deliver(loaded, result, exact, said, out_path, report, seconds)
-
-
-def _exact_then_patched(
-    loaded: Loaded, settings: Settings, plan: Plan | None, variant: str, rules: dict[str, Any]
-) -> tuple[Patch, Result]:
-    """Generate with exact attention, calibrating on the way if nothing else decides; then patch."""
-    exact: list[Result] = []
-
-    def run_exact() -> None:
-        exact.append(generate(loaded, settings, "exact attention, calibrating"))
-
-    if plan is None and variant == "auto":
-        table = measure(loaded.model, run_exact, emulate=rules["emulate"])
-        plan = table.plan(rules["threshold"])
-    else:
-        # Before the first generation: a plan or variant that does not fit fails at once.
-        apply(loaded.model, plan=plan, variant=variant, **rules).restore()
-        run_exact()
-    return apply(loaded.model, plan=plan, variant=variant, **rules), exact[0]
-
-
-def _deliver(
-    loaded: Loaded,
-    result: Result,
-    exact: Result | None,
-    said: Report,
-    out_path: Path | None,
-    report: Path | None,
-    seconds: float,
-) -> None:
-    """Write and print everything; the pictures first, so that a failing report loses nothing."""
-    faults: tuple[str, ...] = ()
-    if result.text is not None:
-        if out_path is not None:
-            write_text(out_path, result.text + "\n")
-        out().print(result.text, markup=False, highlight=False)
-        if exact is not None:
-            same = "the same text as" if exact.text == result.text else "another text than"
-            out().print(f"{same} exact attention", style="bold")
-    else:
-        target = out_path or Path("sagepatch.png")
-        if exact is not None:
-            pictures = Comparison.of(exact.frames, result.frames)
-            pictures.save_side_by_side(target)
-            said = said.with_pictures(pictures)
-            faults = pictures.faults()
-        else:
-            write_bytes(target, _encoded(result, target))
-        out().print(f"wrote {target} ({seconds:.1f} s for the last run)", highlight=False)
-    out().print(said)
+    if out_file is not None:
+        check_target(out_file, tuple({*PICTURES, *VIDEOS, *TEXTS}), "--out")
+    elif source.task != "text":
+        check_target(default_target(source.slug, ".", ".png"), PICTURES, "the picture")
     if report is not None:
-        _write_report(said, report)
-    if faults:
-        raise SagepatchError(f"{faults[0]}, the exact one is not: please report this with the plan")
-
-
-def _encoded(result: Result, target: Path) -> bytes:
-    if len(result.frames) == 1:
-        return png_bytes(frame(result.frames[0]))
-    return _animation(result, target)
-
-
-def _animation(result: Result, target: Path) -> bytes:
-    """A video as an animated PNG or GIF, by the ending of the file name."""
-    import io
-
-    from PIL import Image
-
-    pictures = [Image.fromarray(frame(picture)) for picture in result.frames]
-    kind = "GIF" if target.suffix == ".gif" else "PNG"
-    buffer = io.BytesIO()
-    pictures[0].save(
-        buffer, kind, save_all=True, append_images=pictures[1:], duration=1000 // 16, loop=0
+        check_report(report)
+    job = o.job_of(
+        source,
+        prompt,
+        seed=seed,
+        steps=steps,
+        width=width,
+        height=height,
+        frames=frames,
+        tokens=tokens,
     )
-    return buffer.getvalue()
+    if source.is_demo:
+        hint_captions(prompt)
+    with progress(f"loading {source.asked}"):
+        loaded = load(source, where)
+    check(loaded, job)
+    if strict and not choice.calibrates and choice.plan is None:
+        with progress("rehearsing one step") as step:
+            rehearse(
+                patched_part(loaded),
+                lambda: generate(loaded, job.shortened(), step),
+                choice.request,
+            )
+    if emulated:
+        say("Emulated kernels: slower than exact attention. This shows accuracy, not speed.")
+    outcome = Outcome()
+    try:
+        both = source.is_demo if compare is None else compare
+        (compared if both else single)(loaded, job, choice, outcome)
+    finally:
+        if outcome.runs:
+            keep(outcome, source, loaded, out_file)
+    show(outcome, report)
 
 
-def _write_report(said: Report, path: Path) -> None:
-    if path.suffix == ".json":
-        said.to_json(path)
-    elif path.suffix == ".html":
-        said.to_html(path)
+def single(loaded: Any, job: Job, choice: Choice, outcome: Outcome) -> None:
+    """One generation; layers without a plan measure themselves in its first calls."""
+    with patched(loaded, choice) as patch:
+        unsettled = not patch.locked
+        with progress("calibrating and generating" if unsettled else "generating") as step:
+            outcome.runs.append(generate(loaded, job, step))
+        patch.lock()
+        outcome.report = patch.report()
+    if unsettled:
+        say(
+            "The layers measured themselves during this run, which was exact meanwhile; "
+            "`sagepatch calibrate` keeps a plan to start from."
+        )
+
+
+def compared(loaded: Any, job: Job, choice: Choice, outcome: Outcome) -> None:
+    """The exact generation, then the quantised one from the same seed."""
+    model = patched_part(loaded)
+    if choice.calibrates:
+        with progress("exact, calibrating") as step:
+            calibration = calibrate(
+                model,
+                run=lambda: outcome.runs.append(generate(loaded, job, step)),
+                emulate=choice.request.emulate,
+            )
+        plan = calibration.plan(choice.threshold)
+        patch = apply(model, plan=plan, strict=choice.strict, emulate=choice.request.emulate)
+        keep_plan(plan, patch.machine)
     else:
-        said.plot(path)
-    out().print(f"wrote {path}", highlight=False)
+        with progress("exact") as step:
+            outcome.runs.append(generate(loaded, job, step))
+        patch = patched(loaded, choice)
+    with patch:
+        with progress("quantised") as step:
+            outcome.runs.append(generate(loaded, job, step))
+        outcome.report = patch.report()
+    exact, quantised = outcome.runs
+    if exact.frames:
+        outcome.report = outcome.report.with_pictures(Comparison.of(exact.frames, quantised.frames))
 
 
-def _hint_unknown_words(prompt: str) -> None:
+def patched(loaded: Any, choice: Choice) -> Patch:
+    """The model patched as chosen."""
+    return apply(
+        patched_part(loaded),
+        plan=choice.plan,
+        variant=choice.request.variant,
+        threshold=choice.threshold,
+        strict=choice.strict,
+        emulate=choice.request.emulate,
+    )
+
+
+def keep(outcome: Outcome, source: Source, loaded: Any, out_file: Path | None) -> None:
+    """Write what was made and say where; text goes to the terminal as well."""
+    made = outcome.runs[0]
+    if isinstance(loaded, LanguageModel):
+        for title, run_ in zip(("exact", "quantised"), outcome.runs, strict=False):
+            tell(run_.text if len(outcome.runs) == 1 else f"[{title}] {run_.text}")
+        if out_file is None:
+            return
+    suffix = ".webp" if made.is_video else ".png"
+    path = save(outcome.runs, out_file or default_target(source.slug, ".", suffix))
+    layout = "exact left, quantised right" if len(outcome.runs) == 2 else "one run"
+    tell(f"{path} ({layout})", style="bold")
+
+
+def show(outcome: Outcome, target: Path | None) -> None:
+    """The report in the terminal and in a file, and what a reader should not miss."""
+    if outcome.report is None:
+        return
+    out().print(outcome.report)
+    if len(outcome.runs) == 2 and outcome.runs[0].tokens:
+        tell(same_words(*outcome.runs))
+    pictures = outcome.report.pictures
+    for fault in () if pictures is None else pictures.faults():
+        say(f"Look at it: {fault}, and the exact one is not.", style="red")
+    times = ", ".join(f"{run_.seconds:.1f} s" for run_ in outcome.runs)
+    say(f"Took {times}.")
+    if target is not None:
+        write_report(outcome.report, target)
+        tell(f"{target}", style="bold")
+
+
+def same_words(exact: Made, quantised: Made) -> str:
+    """How far two texts agree."""
+    pairs = zip(exact.tokens, quantised.tokens, strict=False)
+    same = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    total = len(exact.tokens)
+    if same is None and total == len(quantised.tokens):
+        return f"quantised against exact text: all {total} tokens are the same"
+    first = min(total, len(quantised.tokens)) if same is None else same
+    return f"quantised against exact text: the first {first} of {total} tokens are the same"
+
+
+def hint_captions(prompt: str) -> None:
+    """Say which words the demo does not know, and what it draws instead."""
     from sagepatch.demo import nearest_captions, unknown_words
 
     unknown = unknown_words(prompt)
     if unknown:
-        nearest = "; ".join(nearest_captions(prompt))
-        hint(f"the demo never saw {', '.join(unknown)}; it knows: {nearest}")
+        near = ", ".join(f'"{caption}"' for caption in nearest_captions(prompt))
+        words = ", ".join(f'"{word}"' for word in unknown)
+        say(f"The demo was never taught {words}. It draws emoji; try {near}.", style="yellow")
