@@ -65,10 +65,9 @@ def make_dispatch(plain: Callable[..., Any], before: Any) -> Callable[..., Any]:
                 call = SPARSE
             else:
                 call = _call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-            reason = _not_ours(call)
-            if isinstance(call, Call) and reason is None:
+            if not isinstance(call, str):
                 return run(call, handle=handle)[0].transpose(1, 2)
-            count_elsewhere(handle, reason or "")
+            count_elsewhere(handle, call)
             backend = before
         return plain(
             query,
@@ -105,7 +104,7 @@ def _call(
     ):
         # diffusers takes a mask of [B, Skv] as one row of keys a sample; SDPA would as [Sq, Skv].
         attn_mask = attn_mask[:, None, None, :]
-    return sdpa_call(
+    call = sdpa_call(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
@@ -115,14 +114,11 @@ def _call(
         scale,
         enable_gqa,
     )
-
-
-def _not_ours(call: Call | str) -> str | None:
     if isinstance(call, str):
         return call
     if observed_by_others():
         return OBSERVED
-    return TRAINING if needs_grad(call) else None
+    return TRAINING if needs_grad(call) else call
 
 
 @functools.cache
