@@ -136,11 +136,7 @@ def _reasons(
 ) -> tuple[str, ...]:
     reasons = variant.rejects(spec)
     if variant.toolchain == "emulated" and not (request.emulate or request.by_full_name):
-        named_on_cpu = request.variant == variant.recipe.name and spec.device == "cpu"
-        if not named_on_cpu:
-            reasons = (
-                *reasons,
-                "emulation is for accuracy, not speed: ask with emulate=True or by full name",
-            )
+        emulation = "emulation is for accuracy, not speed: ask with emulate=True or by full name"
+        reasons = (*reasons, emulation)
     here = unusable(variant)
     return reasons if here is None else (*reasons, here)

@@ -11,6 +11,7 @@ from sagepatch.backends import load, unusable
 from sagepatch.backends.catalogue import SDPA
 from sagepatch.dispatch import Request, select
 from sagepatch.layer import PatchedLayer, find_layer
+from sagepatch.numerics.recipe import RECIPES
 from sagepatch.spec import Call
 from sagepatch.variant import Variant
 
@@ -61,7 +62,9 @@ def _attention(
         out, lse = run_exact(call) if layer is None else run_layer(layer, call)
     else:
         spec = call.spec()
-        selection = select(spec, Request(variant), unusable)
+        # On a CPU a recipe asked for by name can only mean its emulation.
+        named_on_cpu = spec.device == "cpu" and variant in RECIPES
+        selection = select(spec, Request(variant, emulate=named_on_cpu), unusable)
         out, lse = run_variant(selection.variant, call)
     return out, q.new_empty(0, dtype=torch.float32) if lse is None else lse
 

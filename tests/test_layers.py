@@ -11,13 +11,16 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "sagepatch"
 ORDER = (
-    "errors spec numerics variant env plan backends ledger dispatch layer ops functional patchers "
-    "calibration bench plan_cache report api demo cli"
-).split()
+    *("errors", "spec", "numerics", "variant", "env", "plan", "backends", "ledger", "dispatch"),
+    *("layer", "ops", "functional", "patchers", "calibration", "bench", "plan_cache", "report"),
+    *("api", "demo", "cli"),
+)
 
 
 def _own_imports(path: Path) -> set[str]:
-    """The second part of every `sagepatch.x` that a file imports at its top level or inside a function."""
+    """The second part of every `sagepatch.x` that a file imports at its top level or inside a
+    function.
+    """
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:

@@ -1,0 +1,102 @@
+"""Choosing: reasons, traces and rules, for any GPU, on a laptop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sagepatch.backends.catalogue import BY_NAME, SDPA
+from sagepatch.dispatch import Request, candidates, select
+from sagepatch.errors import VariantRefused
+from sagepatch.numerics.recipe import RECIPES
+from sagepatch.spec import AttnSpec, MaskKind
+from sagepatch.variant import Tolerance, Variant
+
+CPU = AttnSpec(1, 8, 8, 2048, 2048, 64, 64, "bf16", "bf16", "cpu")
+HOPPER = replace(CPU, device="cuda", arch=90)
+PICKY = Variant(
+    toolchain="triton",
+    recipe=RECIPES["sage2_8"],
+    entry="nowhere:run",
+    devices=frozenset({"cuda"}),
+    archs=frozenset({89, 90}),
+    head_dims=(8, 128),
+    dtypes=frozenset({"fp16", "bf16"}),
+    tolerance=Tolerance(0.999, 0.05),
+    masks=frozenset({MaskKind.NONE}),
+    causal=False,
+    window=False,
+    softcap=False,
+    sinks=False,
+    packed=False,
+    gqa=False,
+    own_v_head_dim=False,
+    lse=False,
+)
+
+
+def fine(variant: Variant) -> None:
+    return None
+
+
+def test_all_reasons_are_given_each_with_found_and_needed() -> None:
+    spec = AttnSpec(
+        1, 8, 2, 64, 64, 256, 128, "fp32", "fp32", "cuda", 75, MaskKind.BOOL, 0, 9,
+        True, True, True, True,
+    )  # fmt: skip
+    reasons = PICKY.rejects(spec)
+    assert len(reasons) == 13
+    for wanted in ("sm_75", "sm_89 or sm_90", "fp32", "bf16 or fp16", "256", "8 to 128", "bool"):
+        assert any(wanted in reason for reason in reasons)
+    assert PICKY.rejects(HOPPER) == ()
+
+
+# cases 56, 62
+@pytest.mark.parametrize("arch", [75, 86, 90, 100, 103, 120])
+def test_the_kernel_follows_the_device_of_the_call(arch: int) -> None:
+    chosen = select(replace(HOPPER, arch=arch), Request(), fine, (PICKY, SDPA)).variant
+    assert chosen is (PICKY if arch == 90 else SDPA)
+
+
+def test_the_trace_names_every_candidate() -> None:
+    selection = select(replace(HOPPER, arch=86), Request(), fine, (PICKY, SDPA))
+    assert [d.variant for d in selection.decisions] == [PICKY, SDPA]
+    assert selection.decisions[0].reasons == ("GPU is sm_86, needs sm_89 or sm_90",)
+
+
+def test_what_cannot_run_here_is_never_chosen() -> None:
+    def broken(variant: Variant) -> str | None:
+        return "failed its check" if variant is PICKY else None
+
+    assert select(HOPPER, Request(), broken, (PICKY, SDPA)).variant is SDPA
+    with pytest.raises(VariantRefused, match="failed its check"):
+        select(HOPPER, Request("sage2_8"), broken, (PICKY, SDPA))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_auto_keeps_wide_floats_exact(dtype: str) -> None:
+    spec = replace(HOPPER, dtype=dtype, v_dtype=dtype)
+    assert select(spec, Request(), fine).variant is SDPA
+
+
+# case 67
+def test_auto_keeps_short_calls_exact() -> None:
+    assert select(replace(HOPPER, kv_len=77), Request(), fine, (PICKY, SDPA)).variant is SDPA
+    assert select(HOPPER, Request(), fine, (PICKY, SDPA)).variant is PICKY
+
+
+def test_emulation_is_never_a_surprise() -> None:
+    assert select(CPU, Request(), fine).variant is SDPA
+    assert select(CPU, Request(emulate=True), fine).variant.toolchain == "emulated"
+    assert select(HOPPER, Request("emulated.sage1_b"), fine).variant.name == "emulated.sage1_b"
+    decisions = candidates(replace(HOPPER, arch=75), Request("sage1_b"), fine)
+    assert all(d.reasons for d in decisions)
+
+
+def test_the_catalogue_is_sound() -> None:
+    assert len(BY_NAME) == len({v.name for v in BY_NAME.values()})
+    for variant in BY_NAME.values():
+        assert variant.name == f"{variant.toolchain}.{variant.recipe.name}"
+        assert variant.ran_on <= (variant.archs or variant.ran_on)
+        assert ":" in variant.entry
