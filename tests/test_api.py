@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from models.own_models import Block, stack, tokens
+from models.stacks import Block, stack, tokens
 from torch import nn
 
 import sagepatch
