@@ -21,7 +21,12 @@ from torch.utils._device import DeviceContext
 from sagepatch.functional import needs_grad, run
 from sagepatch.layer import PatchedLayer, SiteKind
 from sagepatch.patchers.carrier import ATTRIBUTE, Carrier, count_elsewhere
-from sagepatch.patchers.code import calls_sdpa, takes_softmax, uses_attention_interface
+from sagepatch.patchers.code import (
+    calls_sdpa,
+    compares_implementation,
+    takes_softmax,
+    uses_attention_interface,
+)
 from sagepatch.patchers.site import Found, Left, Site, Swap
 from sagepatch.spec import Call
 
@@ -119,14 +124,11 @@ def find(model: nn.Module, prefix: str) -> Found:
     left: list[Left] = []
     for name, module in named_modules(model, prefix):
         kind = kind_of(name, module)
-        if isinstance(module, nn.MultiheadAttention):
-            left.append(Left(name, kind, "torch.nn.MultiheadAttention keeps its own fused path"))
-        elif uses_attention_interface(type(module)):
-            continue
-        elif calls_sdpa(type(module)):
+        reason = _why_left(module)
+        if reason is not None:
+            left.append(Left(name, kind, reason))
+        elif calls_sdpa(type(module)) and not uses_attention_interface(type(module)):
             sites.append(Site(name, kind, module, "sdpa", functools.partial(install, module)))
-        elif named_attention(module) and takes_softmax(type(module)):
-            left.append(Left(name, kind, f"{type(module).__name__} computes its softmax by hand"))
     return Found(tuple(sites), tuple(left))
 
 
@@ -134,6 +136,23 @@ def named_modules(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Modul
     """The modules of `model` with their full path: prefix, a dot, the path inside the model."""
     for name, module in model.named_modules():
         yield ".".join(filter(None, (prefix, name))), module
+
+
+def _why_left(module: nn.Module) -> str | None:
+    owner = type(module)
+    if isinstance(module, nn.MultiheadAttention):
+        return "torch.nn.MultiheadAttention keeps its own fused path"
+    if uses_attention_interface(owner):
+        return None
+    if not calls_sdpa(owner):
+        by_hand = named_attention(module) and takes_softmax(owner)
+        return f"{owner.__name__} computes its softmax by hand" if by_hand else None
+    if getattr(module, "fused_attn", True) is False:
+        return "fused_attn is off, so it computes its softmax by hand"
+    named = getattr(getattr(module, "config", None), "_attn_implementation", "sdpa")
+    if named != "sdpa" and compares_implementation(owner):
+        return f"it runs {named}; load the model with attn_implementation='sdpa' to patch it"
+    return None
 
 
 def named_attention(module: nn.Module) -> bool:
