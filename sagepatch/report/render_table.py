@@ -25,6 +25,9 @@ def render(report: Report) -> Iterator[Any]:
     if report.left:
         yield _left(report)
     for row in report.layers:
+        if row.replaced_by is not None:
+            lost = f"{row.name}: no longer patched: replaced by {row.replaced_by}"
+            yield Text(lost, style="red")
         for reason, count in row.fallbacks.items():
             yield Text(f"{row.name}: {count} calls ran exact ({reason})", style="dim")
         for note in row.notes:
@@ -44,7 +47,8 @@ def render_text(report: Report, width: int = 120) -> str:
 def _layers(report: Report) -> Table:
     timed = any(row.us_exact is not None for row in report.layers)
     table = Table(box=None, pad_edge=False, header_style="dim", expand=False)
-    table.add_column("layer", overflow="fold", ratio=None)
+    longest = max(len(row.name) for row in report.layers)
+    table.add_column("layer", overflow="fold", min_width=min(longest, 44))
     table.add_column("kind")
     table.add_column("kernel", no_wrap=True)
     table.add_column("cosine", justify="right")
@@ -54,7 +58,7 @@ def _layers(report: Report) -> Table:
         table.add_column("us exact", justify="right")
         table.add_column("us now", justify="right")
     table.add_column("calls", justify="right")
-    table.add_column("why", overflow="ellipsis", no_wrap=True, max_width=60)
+    table.add_column("why", overflow="ellipsis", no_wrap=True, max_width=44)
     for row in report.layers:
         cells: list[Any] = [
             Text(row.name),
