@@ -1,4 +1,4 @@
-"""`SdpaRedirect`: which calls of SDPA reach a layer, which stay torch's own, and that results say so."""
+"""`SdpaRedirect`: which calls of SDPA reach a layer, which stay torch's own, and with what result."""
 
 from __future__ import annotations
 
