@@ -3,6 +3,8 @@
 import argparse
 import json
 import platform
+import shutil
+import subprocess
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,15 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def driver_version() -> str:
+    """The NVIDIA driver's version, "none" where its tool is missing."""
+    if shutil.which("nvidia-smi") is None:
+        return "none"
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    asked = subprocess.run(command, capture_output=True, text=True, check=False)
+    return asked.stdout.split("\n")[0].strip() or "none"
+
+
 def versions(device: torch.device) -> dict[str, str]:
     """What the numbers were measured with."""
     import diffusers
@@ -51,6 +62,7 @@ def versions(device: torch.device) -> dict[str, str]:
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else "none"
     return {
         "gpu": gpu,
+        "driver": driver_version(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "diffusers": diffusers.__version__,

@@ -127,7 +127,7 @@ def load(folder: Path, device: str, dtype: torch.dtype) -> Any:
     """The pipeline of a folder."""
     from diffusers import FluxPipeline
 
-    pipeline = FluxPipeline.from_pretrained(folder, torch_dtype=dtype, local_files_only=True)
+    pipeline = FluxPipeline.from_pretrained(folder, dtype=dtype, local_files_only=True)
     return pipeline.to(device)
 
 

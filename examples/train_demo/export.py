@@ -27,5 +27,7 @@ def export_pipeline(
         transformer=networks.transformer,
     )
     pipeline.to("cpu", STORED)
+    # A reused autoencoder remembers the folder that it came from, which is nobody's business.
+    autoencoder.register_to_config(_name_or_path="")
     pipeline.save_pretrained(folder, safe_serialization=True)
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -35,6 +35,7 @@ def load_pipeline(
 ) -> FluxPipeline:
     """Load the bundled emoji pipeline; it needs no network.
 
+    Any number of text tokens up to 512, the default of a call, draws the same; 32 are faster.
     A call that names no height and width draws `DEFAULTS.height` x `DEFAULTS.width`.
     Raises `MachineError` where diffusers or transformers is missing.
 
