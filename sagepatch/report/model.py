@@ -122,7 +122,7 @@ class Report:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from sagepatch.report.render_table import render
 
-        yield from render(self)
+        yield from render(self, options.max_width)
 
     def __str__(self) -> str:
         from sagepatch.report.render_table import render_text

@@ -15,13 +15,13 @@ from sagepatch.report.model import LayerRow, Report
 _COLOURS = {"fast": "green", "safe": "cyan", "exact": "yellow"}
 
 
-def render(report: Report) -> Iterator[Any]:
+def render(report: Report, width: int) -> Iterator[Any]:
     """Headline, remarks, one line a layer, and the layers left alone with their reasons."""
     yield Text(report.headline(), style="bold")
     for remark in report.remarks():
         yield Text(remark, style="yellow")
     if report.layers:
-        yield _layers(report)
+        yield _layers(report, width)
     if report.left:
         yield _left(report)
     for row in report.layers:
@@ -44,20 +44,20 @@ def render_text(report: Report, width: int = 120) -> str:
     return text
 
 
-def _layers(report: Report) -> Table:
+def _layers(report: Report, width: int) -> Table:
     timed = any(row.us_exact is not None for row in report.layers)
     table = Table(box=None, pad_edge=False, header_style="dim", expand=False)
     longest = max(len(row.name) for row in report.layers)
-    table.add_column("layer", overflow="fold", min_width=min(longest, 44))
+    table.add_column("layer", overflow="fold", max_width=min(longest, width // 3))
     table.add_column("kind")
-    table.add_column("kernel", no_wrap=True)
-    table.add_column("cosine", justify="right")
-    table.add_column("rel L1", justify="right")
+    table.add_column("kernel", overflow="fold", min_width=min(19, width // 5))
+    table.add_column("cosine", justify="right", no_wrap=True, min_width=7)
+    table.add_column("rel L1", justify="right", no_wrap=True, min_width=6)
     table.add_column("head", justify="right")
     if timed:
-        table.add_column("us exact", justify="right")
-        table.add_column("us now", justify="right")
-    table.add_column("calls", justify="right")
+        table.add_column("us exact", justify="right", min_width=5)
+        table.add_column("us now", justify="right", min_width=5)
+    table.add_column("calls", justify="right", min_width=5)
     table.add_column("why", overflow="ellipsis", no_wrap=True, max_width=44)
     for row in report.layers:
         cells: list[Any] = [
