@@ -1,5 +1,5 @@
 """Masks of a call as tensors: which keys a row sees, what is added to its scores, which keys nobody
-sees.
+sees. Knows nothing of scores.
 """
 
 from __future__ import annotations
@@ -10,15 +10,23 @@ from torch import Tensor
 from sagepatch.spec import Call
 
 
-def merged_mask(call: Call, start: int = 0, stop: int | None = None) -> Tensor | None:
-    """Fold `attn_mask`, `causal_offset` and `window` into one mask of query rows start to stop.
+def merged_mask(
+    call: Call,
+    start: int = 0,
+    stop: int | None = None,
+    first_key: int = 0,
+    last_key: int | None = None,
+) -> Tensor | None:
+    """Fold `attn_mask`, `causal_offset` and `window` into one mask of query rows start to stop and
+    keys first_key to last_key (exclusive ends).
 
-    Bool (True keeps) or floating point (added, -inf hides), broadcastable to [B, Hq, stop - start,
-    Skv]; None where every row sees every key.
+    Bool (True keeps) or floating point (added, -inf hides), broadcastable to [B, Hq, rows, keys];
+    None where every one of these rows sees every one of these keys.
     """
     stop = call.q.shape[2] if stop is None else stop
-    mask = _rows_of(call.attn_mask, start, stop)
-    visible = _visible(call, start, stop)
+    last_key = call.k.shape[2] if last_key is None else last_key
+    mask = _cut(_cut(call.attn_mask, -2, start, stop), -1, first_key, last_key)
+    visible = _visible(call, start, stop, first_key, last_key)
     if visible is None:
         return mask
     if mask is None:
@@ -28,12 +36,23 @@ def merged_mask(call: Call, start: int = 0, stop: int | None = None) -> Tensor |
     return mask.masked_fill(~visible, -torch.inf)
 
 
+def out_of_sight(call: Call, start: int, stop: int, first_key: int, last_key: int) -> bool:
+    """Whether position alone (`causal_offset`, `window`) hides all these keys from all these rows,
+    so that a kernel skips the tile.
+    """
+    if call.causal_offset is None:
+        return False
+    if first_key > stop - 1 + call.causal_offset:
+        return True
+    return call.window is not None and last_key - 1 <= start + call.causal_offset - call.window
+
+
 def seen_keys(call: Call) -> Tensor | None:
     """Keys that at least one query of the batch member may see by `attn_mask`, [B, Skv] bool; None
     for all.
 
     Only what a mask hides outright counts (False, or -inf): such keys are padding, and their bytes
-    may be anything.
+    may be anything. Keys hidden by position are real tokens and stay in means and scales.
     """
     mask = call.attn_mask
     if mask is None:
@@ -45,17 +64,22 @@ def seen_keys(call: Call) -> Tensor | None:
     return mask.any(2).any(1).expand(B, Skv)
 
 
-def _rows_of(mask: Tensor | None, start: int, stop: int) -> Tensor | None:
-    if mask is None or mask.dim() < 2 or mask.shape[-2] == 1:
+def _cut(mask: Tensor | None, axis: int, first: int, last: int) -> Tensor | None:
+    """Elements first to last of `axis`, all of it where that axis is broadcast."""
+    if mask is None or mask.dim() < -axis or mask.shape[axis] == 1:
         return mask
-    return mask[..., start:stop, :]
+    return mask.narrow(axis, first, last - first)
 
 
-def _visible(call: Call, start: int, stop: int) -> Tensor | None:
+def _visible(call: Call, start: int, stop: int, first_key: int, last_key: int) -> Tensor | None:
     if call.causal_offset is None:
         return None
-    device = call.q.device
-    last = torch.arange(start, stop, device=device)[:, None] + call.causal_offset
-    key = torch.arange(call.k.shape[2], device=device)[None, :]
+    offset, window = call.causal_offset, call.window
+    below = last_key - 1 <= start + offset
+    inside = window is None or first_key > stop - 1 + offset - window
+    if below and inside:
+        return None
+    last = torch.arange(start, stop, device=call.q.device)[:, None] + offset
+    key = torch.arange(first_key, last_key, device=call.q.device)[None, :]
     visible = key <= last
-    return visible if call.window is None else visible & (key > last - call.window)
+    return visible if window is None else visible & (key > last - window)

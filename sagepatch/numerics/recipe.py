@@ -28,6 +28,12 @@ INT4_MAX = 7
 # Keys that one tensor-core instruction sums: k of mma.m16n8k32 (8-bit operands) and of mma.m16n8k16
 # (16-bit).
 MMA_K = {"e4m3": 32, "e5m2": 32, "int8": 32, "fp16": 16}
+LARGEST_CODE = {
+    "e4m3": E4M3_MAX,
+    "e5m2": torch.finfo(torch.float8_e5m2).max,
+    "int8": 127.0,
+    "fp16": FP16_MAX,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +71,22 @@ class Recipe:
             raise InvalidArgument(
                 f"recipe {self.name}: depth goes with an FP16 accumulator and only with one"
             )
+        most = LARGEST_CODE[self.pv]
+        if max(self.p_range, self.v_range) > most:
+            raise InvalidArgument(
+                f"recipe {self.name}: P_r {self.p_range:g} and V_r {self.v_range:g} are limited to "
+                f"{most:g}, the largest code of {self.pv}; lower them"
+            )
+        if (self.accumulate == "int32") != (self.pv == "int8"):
+            raise InvalidArgument(
+                f"recipe {self.name}: INT8 values go with an INT32 accumulator and only with one"
+            )
         if self.keys_per_flush is not None:
+            if self.k_block % self.keys_per_flush:
+                raise InvalidArgument(
+                    f"recipe {self.name}: a tile of {self.k_block} keys is no multiple of the "
+                    f"{self.keys_per_flush} keys between two flushes; change k_block or depth"
+                )
             bound = self.keys_per_flush * self.p_range * self.v_range
             if bound > FP16_MAX:
                 raise InvalidArgument(

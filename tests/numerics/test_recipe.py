@@ -25,9 +25,9 @@ LARGEST_PRODUCT = {1: 2047.0, 2: 1023.5, 4: 511.75, 6: 341.1666}
 def test_the_bound_of_an_fp16_accumulator_is_exact(depth: int) -> None:
     v_range = largest_fp16_v_range(depth, 224.0, 32)
     assert v_range * 224 == pytest.approx(LARGEST_PRODUCT[depth], rel=1e-5)
-    replace(SAGE2PP_8, depth=depth, v_range=v_range)
+    fits = replace(SAGE2PP_8, depth=depth, v_range=v_range, k_block=32 * depth)
     with pytest.raises(InvalidArgument, match="can overflow"):
-        replace(SAGE2PP_8, depth=depth, v_range=v_range * 1.001)
+        replace(fits, v_range=v_range * 1.001)
 
 
 def test_no_recipe_can_overflow() -> None:
