@@ -1,4 +1,4 @@
-"""`SdpaRedirect`: which calls of SDPA reach a layer, which stay torch's own, and with what result."""
+"""`SdpaRedirect`: which calls of SDPA reach a layer, which stay torch's own, with what result."""
 
 from __future__ import annotations
 
