@@ -48,7 +48,8 @@ def _layers(report: Report, width: int) -> Table:
     timed = any(row.us_exact is not None for row in report.layers)
     table = Table(box=None, pad_edge=False, header_style="dim", expand=False)
     longest = max(len(row.name) for row in report.layers)
-    table.add_column("layer", overflow="fold", max_width=min(longest, width // 3))
+    named = min(longest, width // 3)
+    table.add_column("layer", overflow="fold", min_width=named, max_width=named)
     table.add_column("kind")
     table.add_column("kernel", overflow="fold", min_width=min(19, width // 5))
     table.add_column("cosine", justify="right", no_wrap=True, min_width=7)
@@ -58,7 +59,10 @@ def _layers(report: Report, width: int) -> Table:
         table.add_column("us exact", justify="right", min_width=5)
         table.add_column("us now", justify="right", min_width=5)
     table.add_column("calls", justify="right", min_width=5)
-    table.add_column("why", overflow="ellipsis", no_wrap=True, max_width=44)
+    # Narrow terminals keep the numbers; the sentences are in every other format too.
+    with_reasons = width >= 100
+    if with_reasons:
+        table.add_column("why", overflow="ellipsis", no_wrap=True, max_width=44)
     for row in report.layers:
         cells: list[Any] = [
             Text(row.name),
@@ -70,7 +74,10 @@ def _layers(report: Report, width: int) -> Table:
         ]
         if timed:
             cells += [_number(row.us_exact, ".0f"), _number(row.us_chosen, ".0f")]
-        table.add_row(*cells, f"{row.quantised_calls}/{row.calls}", Text(_why(row)))
+        cells.append(f"{row.quantised_calls}/{row.calls}")
+        if with_reasons:
+            cells.append(Text(_why(row)))
+        table.add_row(*cells)
     return table
 
 
