@@ -35,7 +35,7 @@ def load_pipeline(
 ) -> FluxPipeline:
     """Load the bundled emoji pipeline; it needs no network.
 
-    Any number of text tokens up to 512, the default of a call, draws the same; 32 are faster.
+    It draws alike with 32 to 512 text tokens (`max_sequence_length`, by default 512); 32 is faster.
     A call that names no height and width draws `DEFAULTS.height` x `DEFAULTS.width`.
     Raises `MachineError` where diffusers or transformers is missing.
 
