@@ -57,6 +57,8 @@ def run_command(arguments: Sequence[str]) -> int:
         return _fail(f"{error.filename or 'the system'}: {error.strerror or error}", 3)
     except (KeyboardInterrupt, Abort):
         return _fail("interrupted", INTERRUPTED)
+    if code == INTERRUPTED:  # typer has met the KeyboardInterrupt first
+        return _fail("interrupted", INTERRUPTED)
     return code if isinstance(code, int) else 0
 
 

@@ -10,7 +10,7 @@ import typer
 from sagepatch import api
 from sagepatch.cli import options as o
 from sagepatch.cli.console import out, progress, say, tell
-from sagepatch.cli.generation import check, generate, patched_part
+from sagepatch.cli.generation import check, generate, patched_part, prepare
 from sagepatch.cli.loading import Placement, load
 from sagepatch.cli.saving import check_report, check_target, write_report
 from sagepatch.cli.sources import resolve
@@ -65,6 +65,7 @@ def calibrate(
         try:
             for number, job in enumerate(jobs, 1):
                 with progress(f"calibrating on prompt {number} of {len(jobs)}") as step:
+                    prepare(loaded, job)
                     generate(loaded, job, step)
         except KeyboardInterrupt:
             say("Interrupted: the plan is made of what was measured so far.", style="yellow")

@@ -11,7 +11,7 @@ import typer
 from sagepatch.api import Patch, apply, calibrate
 from sagepatch.cli import options as o
 from sagepatch.cli.console import out, progress, say, tell
-from sagepatch.cli.generation import Job, Made, check, generate, patched_part
+from sagepatch.cli.generation import Job, Made, check, generate, patched_part, prepare
 from sagepatch.cli.loading import LanguageModel, Placement, load
 from sagepatch.cli.rehearsal import rehearse
 from sagepatch.cli.saving import (
@@ -143,13 +143,15 @@ def single(loaded: Any, job: Job, choice: Choice, outcome: Outcome) -> None:
     with patched(loaded, choice) as patch:
         unsettled = not patch.locked
         with progress("calibrating and generating" if unsettled else "generating") as step:
+            if unsettled:
+                prepare(loaded, job)
             outcome.runs.append(generate(loaded, job, step))
         patch.lock()
         outcome.report = patch.report()
     if unsettled:
         say(
-            "The layers measured themselves during this run, which was exact meanwhile; "
-            "`sagepatch calibrate` keeps a plan to start from."
+            "The layers measured themselves on this run's first calls, which were exact; "
+            "`sagepatch calibrate` makes a plan to start from."
         )
 
 
@@ -158,11 +160,12 @@ def compared(loaded: Any, job: Job, choice: Choice, outcome: Outcome) -> None:
     model = patched_part(loaded)
     if choice.calibrates:
         with progress("exact, calibrating") as step:
-            calibration = calibrate(
-                model,
-                run=lambda: outcome.runs.append(generate(loaded, job, step)),
-                emulate=choice.request.emulate,
-            )
+
+            def exact_run() -> None:
+                prepare(loaded, job)
+                outcome.runs.append(generate(loaded, job, step))
+
+            calibration = calibrate(model, run=exact_run, emulate=choice.request.emulate)
         plan = calibration.plan(choice.threshold)
         patch = apply(model, plan=plan, strict=choice.strict, emulate=choice.request.emulate)
         keep_plan(plan, patch.machine)

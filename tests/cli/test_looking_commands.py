@@ -1,0 +1,205 @@
+"""`inspect`, `explain`, `info`, `bench`, `report`: commands that look and change nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from cli.conftest import Sage
+
+from sagepatch.backends.catalogue import BY_NAME, CATALOGUE
+from sagepatch.cli import info
+from sagepatch.env import Gpu, Machine, problems
+
+
+class TestInspect:
+    """What would be patched, from configs alone."""
+
+    def test_a_pipeline_without_its_weights(
+        self, sage: Sage, tiny_flux: Path, tmp_path: Path
+    ) -> None:
+        folder = tmp_path / "configs"
+        shutil.copytree(tiny_flux, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+        ended = sage("inspect", folder)
+        assert ended.code == 0, ended.err
+        assert "FluxPipeline (transformer): 4 attention layers, 4 would be patched" in ended.out
+        assert "transformer.single_transformer_blocks.1.attn" in ended.out
+        assert "2 x 32" in ended.out
+
+    def test_other_parts_when_named(self, sage: Sage, tiny_flux: Path) -> None:
+        ended = sage("inspect", tiny_flux, "--component", "text_encoder", "--json")
+        assert ended.code == 0, ended.err
+        layers = json.loads(ended.out)["layers"]
+        assert {row["name"].split(".")[0] for row in layers} == {"text_encoder"}
+
+    def test_an_unknown_part(self, sage: Sage, tiny_flux: Path) -> None:
+        ended = sage("inspect", tiny_flux, "--component", "unet")
+        assert ended.code == 2
+        assert "it has" in ended.err
+
+    def test_one_part_of_a_pipeline(self, sage: Sage, tiny_flux: Path) -> None:
+        ended = sage("inspect", tiny_flux / "transformer")
+        assert ended.code == 0, ended.err
+        assert "4 would be patched" in ended.out
+
+    def test_a_language_model(self, sage: Sage, tiny_llama: Path) -> None:
+        ended = sage("inspect", tiny_llama, "--json")
+        assert ended.code == 0, ended.err
+        names = [row["name"] for row in json.loads(ended.out)["layers"]]
+        assert names == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+
+    def test_its_fingerprint_is_that_of_the_loaded_model(self, sage: Sage, tiny_flux: Path) -> None:
+        small = ("--width", 16, "--height", 16, "--steps", 1)
+        assert sage("calibrate", tiny_flux, "--prompt", "a", *small).code == 0
+        plan = json.loads(Path("plan.json").read_text())
+        looked = json.loads(sage("inspect", tiny_flux, "--json").out)
+        assert looked["fingerprint"] == plan["fingerprint"]
+
+    def test_the_demo(self, sage: Sage) -> None:
+        ended = sage("inspect", "demo")
+        assert ended.code == 0, ended.err
+        assert "would be patched, 0 left alone" in ended.out
+
+
+class TestExplain:
+    """One call through every variant."""
+
+    def test_every_kernel_has_its_reasons(self, sage: Sage) -> None:
+        ended = sage("explain", "1x8/3x64x64x64", "--json")
+        assert ended.code == 2
+        ended = sage("explain", "2x8/2x200x300x96", "--arch", 90, "--mask", "bool", "--json")
+        assert ended.code == 0, ended.err
+        said = json.loads(ended.out)
+        assert said["spec"]["kv_heads"] == 2
+        assert said["spec"]["mask"] == "bool"
+        assert [kernel["name"] for kernel in said["kernels"]] == [v.name for v in CATALOGUE]
+        for kernel in said["kernels"]:
+            assert kernel["serves"] is not bool(kernel["reasons"])
+
+    def test_options_reach_the_spec(self, sage: Sage) -> None:
+        options = ("--causal", "--causal-offset", 9, "--window", 5, "--softcap", "--sinks")
+        ended = sage("explain", "1x4x64x73x64/32", *options, "--packed", "--json")
+        spec = json.loads(ended.out)["spec"]
+        assert (spec["causal_offset"], spec["window"], spec["v_head_dim"]) == (9, 5, 32)
+        assert spec["softcap"]
+        assert spec["sinks"]
+        assert spec["packed"]
+
+    def test_what_cannot_be_served_is_code_4(self, sage: Sage) -> None:
+        ended = sage("explain", "1x1x64x64x640", "--variant", "emulated.sage1_b")
+        assert ended.code == 4
+        assert "head_dim is 640" in ended.err
+
+    @pytest.mark.parametrize("shape", ["1x2x3", "axbxcxdxe", "0x1x2x3x64", "1x5/2x8x8x64"])
+    def test_a_shape_that_is_none(self, sage: Sage, shape: str) -> None:
+        assert sage("explain", shape).code == 2
+
+
+class TestInfo:
+    """Each state has its own sentence."""
+
+    def test_json_is_json_alone(self, sage: Sage) -> None:
+        ended = sage("info", "--json")
+        said = json.loads(ended.out)
+        assert ended.code == 0
+        assert {kernel["name"] for kernel in said["kernels"]} == set(BY_NAME)
+
+    def test_for_people(self, sage: Sage) -> None:
+        ended = sage("info")
+        assert "sdpa.exact" in ended.out
+        assert "torch" in ended.out
+
+    # case 65
+    @pytest.mark.parametrize(
+        ("versions", "gpus", "cuda", "says"),
+        [
+            ({"torch": "2.13.0", "triton": None}, (), None, "triton is not installed"),
+            ({"torch": "2.9.1", "triton": "3.9"}, (), "13.0", "torch is 2.9.1, sagepatch needs"),
+            ({"torch": "2.13.0", "triton": "3.9"}, (), None, "built without CUDA"),
+            ({"torch": "2.13.0", "triton": "3.9"}, (), "13.0", "torch sees no GPU"),
+            ({"torch": "2.13.0", "triton": "3.9"}, (Gpu("T4", 75, 1),), "13.0", "T4 is sm_75"),
+        ],
+        ids=["no-triton", "old-torch", "cpu-torch", "no-gpu", "old-gpu"],
+    )
+    def test_what_is_missing_is_named(
+        self,
+        sage: Sage,
+        monkeypatch: pytest.MonkeyPatch,
+        versions: dict[str, str | None],
+        gpus: tuple[Gpu, ...],
+        cuda: str | None,
+        says: str,
+    ) -> None:
+        found = problems(versions, gpus, cuda, "linux")
+        machine = Machine("Linux", "3.12", versions, cuda, gpus, tuple(found))
+        monkeypatch.setattr(info, "Machine", SimpleNamespace(here=lambda: machine))
+        ended = sage("info")
+        assert ended.code == 0
+        assert says in ended.out
+        assert sum(line.startswith("- ") for line in ended.out.splitlines()) == len(found)
+
+    # case 65
+    def test_states_of_a_gpu_kernel_differ(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        kernel = next(v for v in CATALOGUE if v.toolchain == "triton")
+        here = Machine("Linux", "3.12", {}, "13.0", (Gpu("G", 90, 1),), ())
+        old = Machine("Linux", "3.12", {}, "13.0", (Gpu("T4", 75, 1),), ())
+        none = Machine("Linux", "3.12", {}, None, (), ())
+        monkeypatch.setattr(info, "unusable", lambda variant: "failed its known-answer check")
+        said = [info.state(kernel, machine) for machine in (here, old, none)]
+        assert said[0] == "failed its known-answer check"
+        assert said[1].startswith("not for sm_75")
+        assert said[2] == "no GPU here"
+
+
+class TestBench:
+    """On a CPU: errors of emulated kernels, and no time."""
+
+    def test_on_a_cpu_it_says_so(self, sage: Sage) -> None:
+        ended = sage("bench", "--shape", "small_d64", "--recipe", "sage1_b", "--out", "b.csv")
+        assert ended.code == 0, ended.err
+        assert "emulated kernels only" in ended.err.replace("\n", " ")
+        assert "emulated.sage1_b" in ended.out
+        assert "ms" not in ended.out.splitlines()[0].split()
+        lines = Path("b.csv").read_text().splitlines()
+        assert lines[0].startswith("# CPU, torch")
+        assert len(lines) == 4
+
+    @pytest.mark.parametrize("option", ["--shape", "--recipe"])
+    def test_unknown_names(self, sage: Sage, option: str) -> None:
+        ended = sage("bench", option, "nonsense")
+        assert ended.code == 2
+        assert "there are" in ended.err
+
+
+class TestReport:
+    """A saved report, shown again."""
+
+    @pytest.fixture
+    def saved(self, sage: Sage, tiny_flux: Path) -> Path:
+        small = ("--width", 16, "--height", 16, "--steps", 2, "--report", "r.json")
+        assert sage("run", tiny_flux, "--prompt", "a", *small, "--emulate", "--compare").code == 0
+        return Path("r.json")
+
+    def test_it_shows_what_the_run_showed(self, sage: Sage, saved: Path) -> None:
+        ended = sage("report", saved)
+        assert ended.code == 0, ended.err
+        assert "4 patched (4 fast, 0 safe, 0 exact)" in ended.out
+
+    def test_it_converts(self, sage: Sage, saved: Path) -> None:
+        assert sage("report", saved, "--out", "r.html").code == 0
+        assert sage("report", saved, "--out", "r.png").code == 0
+        assert Path("r.html").stat().st_size > 1000
+        assert Path("r.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_one_layer(self, sage: Sage, saved: Path) -> None:
+        name = json.loads(saved.read_text())["layers"][0]["name"]
+        assert "norm_ratio" in sage("report", saved, "--layer", name).out
+        assert sage("report", saved, "--layer", "nope").code == 2
+
+    def test_what_is_no_report(self, sage: Sage, tmp_path: Path) -> None:
+        (tmp_path / "x.json").write_text("[]")
+        assert sage("report", tmp_path / "x.json").code == 3
+        assert sage("report", tmp_path / "missing.json").code == 3
