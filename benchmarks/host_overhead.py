@@ -58,7 +58,9 @@ def main() -> None:
         launches.append(microseconds(lambda o=original, a=args, k=kwargs: o(*a, **k)))
     print(f"sagepatch.attention {whole:.1f} us, attention.run {backend:.1f} us")
     print("launches", [f"{us:.1f}" for us in launches], f"sum {sum(launches):.1f} us")
-    print(f"beyond the launches {whole - sum(launches):.1f} us, backend alone {backend - sum(launches):.1f} us")
+    print(
+        f"beyond the launches {whole - sum(launches):.1f} us, backend alone {backend - sum(launches):.1f} us"
+    )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagepatch.backends.triton.launching import Recording, launch
 from sagepatch.backends.triton.primitives import (
     LOG2E,
     inverse_and_scale,
@@ -27,11 +28,11 @@ from sagepatch.spec import Call
 
 # Interpreted kernels run on the CPU, where casts to E4M3 need help.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-STATS_ROWS = 32
-# Programs that fill a large GPU a few times over; more chunks cost every quantising program reads.
-STATS_PROGRAMS = 1024
-MOST_CHUNKS = 64
-V_ROWS = 128
+STATS_ROWS = 64
+# Programs that fill a large GPU; every quantising program reads the sums of all chunks of its head.
+STATS_PROGRAMS = 512
+MOST_CHUNKS = 32
+V_ROWS = 64
 CODE_DTYPE = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8, "fp16": torch.float16}
 
 
@@ -453,8 +454,8 @@ def _quantise(
     q_mean_log2,
     k_mean,
     factor,
-    q_programs,
     k_programs,
+    v_programs,
     q_blocks,
     k_blocks,
     v_blocks,
@@ -503,43 +504,10 @@ def _quantise(
     BY_HAND: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    if pid < q_programs:
-        _quantise_q(
-            pid,
-            Q,
-            CuQ,
-            k_sum,
-            k_count,
-            q_i8,
-            q_scale_log2,
-            shift_log2,
-            q_mean_log2,
-            factor,
-            q_blocks,
-            q_heads,
-            heads,
-            members,
-            q_len,
-            mean_blocks,
-            stride_qb,
-            stride_qh,
-            stride_qs,
-            stride_qd,
-            CHUNKS,
-            D,
-            DP,
-            DP2,
-            QK_MAX,
-            Q_BLOCK,
-            Q_ROWS,
-            PACKED,
-            SMOOTH_K,
-            SMOOTH_Q,
-            SHIFT,
-        )
-    elif pid < q_programs + k_programs:
+    # Keys and values first: some of them still sit in the cache that the statistics filled.
+    if pid < k_programs:
         _quantise_k(
-            pid - q_programs,
+            pid,
             K,
             Seen,
             CuK,
@@ -572,9 +540,9 @@ def _quantise(
             SMOOTH_K,
             SMOOTH_Q,
         )
-    else:
+    elif pid < k_programs + v_programs:
         _quantise_v(
-            pid - q_programs - k_programs,
+            pid - k_programs,
             V,
             Seen,
             CuK,
@@ -604,6 +572,40 @@ def _quantise(
             HAS_SEEN,
             BY_HAND,
         )
+    else:
+        _quantise_q(
+            pid - k_programs - v_programs,
+            Q,
+            CuQ,
+            k_sum,
+            k_count,
+            q_i8,
+            q_scale_log2,
+            shift_log2,
+            q_mean_log2,
+            factor,
+            q_blocks,
+            q_heads,
+            heads,
+            members,
+            q_len,
+            mean_blocks,
+            stride_qb,
+            stride_qh,
+            stride_qs,
+            stride_qd,
+            CHUNKS,
+            D,
+            DP,
+            DP2,
+            QK_MAX,
+            Q_BLOCK,
+            Q_ROWS,
+            PACKED,
+            SMOOTH_K,
+            SMOOTH_Q,
+            SHIFT,
+        )
 
 
 def _chunks(groups: int, kv_len: int) -> int:
@@ -613,7 +615,9 @@ def _chunks(groups: int, kv_len: int) -> int:
     return min(triton.next_power_of_2(max(1, min(wanted, useful))), MOST_CHUNKS)
 
 
-def prepare(call: Call, recipe: Recipe, seen: Tensor | None) -> Codes:
+def prepare(
+    call: Call, recipe: Recipe, seen: Tensor | None, recording: Recording | None = None
+) -> Codes:
     """Quantise the tensors of `call` as `recipe` says; `seen` [B, Skv] is 0 where a key is hidden
     from everybody. Skv and Sq are at least 1.
     """
@@ -652,88 +656,102 @@ def prepare(call: Call, recipe: Recipe, seen: Tensor | None) -> Codes:
         mean_blocks=q_blocks,
     )
     seen_strides = (0, 0) if seen is None else (seen.stride(0), seen.stride(1))
-    _stats[(groups * chunks,)](
-        k,
-        v,
-        seen,
-        call.cu_seqlens_kv,
-        k_sum,
-        k_count,
-        v_peak,
-        Hkv,
-        Skv,
-        *k.stride(),
-        *v.stride(),
-        *seen_strides,
-        CHUNKS=chunks,
-        D=D,
-        DV=Dv,
-        DP2=DP2,
-        DVP2=DVP2,
-        ROWS=STATS_ROWS,
-        PACKED=packed,
-        HAS_SEEN=seen is not None,
-        SMOOTH_K=recipe.smooth_k,
+    launch(
+        _stats,
+        groups * chunks,
+        (
+            k,
+            v,
+            seen,
+            call.cu_seqlens_kv,
+            k_sum,
+            k_count,
+            v_peak,
+            Hkv,
+            Skv,
+            *k.stride(),
+            *v.stride(),
+            *seen_strides,
+        ),
+        {
+            "CHUNKS": chunks,
+            "D": D,
+            "DV": Dv,
+            "DP2": DP2,
+            "DVP2": DVP2,
+            "ROWS": STATS_ROWS,
+            "PACKED": packed,
+            "HAS_SEEN": seen is not None,
+            "SMOOTH_K": recipe.smooth_k,
+        },
+        recording,
         num_warps=4,
     )
-    _quantise[(B * Hq * q_blocks + B * Hkv * (k_blocks + v_blocks),)](
-        q,
-        k,
-        v,
-        seen,
-        call.cu_seqlens_q,
-        call.cu_seqlens_kv,
-        k_sum,
-        k_count,
-        v_peak,
-        codes.q_i8,
-        codes.q_scale_log2,
-        codes.k_i8,
-        codes.k_scale,
-        codes.v_codes,
-        codes.v_scale,
-        codes.shift_log2,
-        codes.q_mean_log2,
-        codes.k_mean,
-        call.scale * LOG2E.value,
-        B * Hq * q_blocks,
-        B * Hkv * k_blocks,
-        q_blocks,
-        k_blocks,
-        v_blocks,
-        Hq,
-        Hkv,
-        members,
-        Sq,
-        Skv,
-        skv_pad,
-        codes.mean_blocks,
-        *q.stride(),
-        *k.stride(),
-        *v.stride(),
-        *seen_strides,
-        CHUNKS=chunks,
-        D=D,
-        DV=Dv,
-        DP=DP,
-        DVP=DVP,
-        DP2=DP2,
-        DVP2=DVP2,
-        QK_MAX=float(recipe.qk_max),
-        Q_BLOCK=recipe.q_granularity == "block",
-        K_GROUPS={"token": 0, "block": 1, "thread": 4}[recipe.k_granularity],
-        PV=recipe.pv,
-        V_RANGE=float(recipe.v_range),
-        Q_ROWS=q_rows,
-        K_ROWS=k_rows,
-        V_ROWS=V_ROWS,
-        KV_PAD=PAD,
-        PACKED=packed,
-        HAS_SEEN=seen is not None,
-        SMOOTH_K=recipe.smooth_k,
-        SMOOTH_Q=recipe.smooth_q,
-        SHIFT=shift,
-        BY_HAND=INTERPRETED,
+    launch(
+        _quantise,
+        B * Hq * q_blocks + B * Hkv * (k_blocks + v_blocks),
+        (
+            q,
+            k,
+            v,
+            seen,
+            call.cu_seqlens_q,
+            call.cu_seqlens_kv,
+            k_sum,
+            k_count,
+            v_peak,
+            codes.q_i8,
+            codes.q_scale_log2,
+            codes.k_i8,
+            codes.k_scale,
+            codes.v_codes,
+            codes.v_scale,
+            codes.shift_log2,
+            codes.q_mean_log2,
+            codes.k_mean,
+            call.scale * LOG2E.value,
+            B * Hkv * k_blocks,
+            B * Hkv * v_blocks,
+            q_blocks,
+            k_blocks,
+            v_blocks,
+            Hq,
+            Hkv,
+            members,
+            Sq,
+            Skv,
+            skv_pad,
+            codes.mean_blocks,
+            *q.stride(),
+            *k.stride(),
+            *v.stride(),
+            *seen_strides,
+        ),
+        {
+            "CHUNKS": chunks,
+            "D": D,
+            "DV": Dv,
+            "DP": DP,
+            "DVP": DVP,
+            "DP2": DP2,
+            "DVP2": DVP2,
+            "QK_MAX": float(recipe.qk_max),
+            "Q_BLOCK": recipe.q_granularity == "block",
+            "K_GROUPS": {"token": 0, "block": 1, "thread": 4}[recipe.k_granularity],
+            "PV": recipe.pv,
+            "V_RANGE": float(recipe.v_range),
+            "Q_ROWS": q_rows,
+            "K_ROWS": k_rows,
+            "V_ROWS": V_ROWS,
+            "KV_PAD": PAD,
+            "PACKED": packed,
+            "HAS_SEEN": seen is not None,
+            "SMOOTH_K": recipe.smooth_k,
+            "SMOOTH_Q": recipe.smooth_q,
+            "SHIFT": shift,
+            "BY_HAND": INTERPRETED,
+        },
+        recording,
         num_warps=8 if DP2 > 64 or DVP2 > 64 else 4,
         enable_fp_fusion=False,
     )
