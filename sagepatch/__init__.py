@@ -2,16 +2,17 @@
 
 from sagepatch.api import Patch, apply, calibrate, restore
 from sagepatch.calibration.table import Calibration
+from sagepatch.env import VERSION as __version__
 from sagepatch.errors import SagepatchError
 from sagepatch.functional import attention
 from sagepatch.plan import Plan
 
-__version__ = "0.1.0"
 __all__ = [
     "Calibration",
     "Patch",
     "Plan",
     "SagepatchError",
+    "__version__",
     "apply",
     "attention",
     "calibrate",

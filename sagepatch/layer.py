@@ -26,8 +26,8 @@ logger = logging.getLogger("sagepatch")
 SiteKind = Literal["self", "cross", "joint"]
 Guard = Literal["auto", "sync", "off"]
 # Sees one call of an unlocked layer and returns its exact output: (layer, call) -> (out, lse or
-# None).
-Observer = Callable[["PatchedLayer", Call], tuple[Tensor, Tensor | None]]
+# None), or None where it has settled the layer, which then serves the call.
+Observer = Callable[["PatchedLayer", Call], tuple[Tensor, Tensor | None] | None]
 
 SHORT = "short: a single query is bound by memory, not by tensor cores"
 
@@ -48,7 +48,7 @@ class PatchedLayer:
     """One attention layer of one patched model.
 
     `request` is what the layer was told to run: "exact" until a plan or a calibration decides.
-    `observer` is set while the layer still calibrates. The op writes `record`; `demoted` is why the
+    `observer` is set until the layer is settled. The op writes `record`; `demoted` is why the
     layer runs exact from now on.
     """
 
@@ -77,6 +77,19 @@ class PatchedLayer:
         self.reason = reason
         self.observer = None
         self._chosen = {}
+
+    @property
+    def runs(self) -> str:
+        """The full name of the kernel that this layer runs: for a tier or a recipe, the one that
+        has served it most.
+        """
+        if self.demoted is not None or self.observer is not None:
+            return SDPA.name
+        if self.request.by_full_name:
+            return self.request.variant
+        counts = self.record.by_variant.copy()
+        del counts[SDPA.name]
+        return counts.most_common(1)[0][0] if counts else SDPA.name
 
     def demote(self, reason: str) -> None:
         """Run exact attention from now on; warn once."""

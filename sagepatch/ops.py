@@ -108,9 +108,12 @@ def run_exact(call: Call) -> tuple[Tensor, Tensor | None]:
 def run_layer(layer: PatchedLayer, call: Call) -> tuple[Tensor, Tensor | None]:
     """Run one call of a patched layer: observe it, run its kernel, or run exact and count why."""
     spec = call.spec()
-    if layer.observer is not None:
-        layer.record.ran(spec, SDPA.name)
-        return layer.observer(layer, call)
+    observer = layer.observer
+    if observer is not None:
+        seen = observer(layer, call)
+        if seen is not None:
+            layer.record.ran(spec, SDPA.name)
+            return seen
     variant, fallback = layer.choose(spec)
     layer.record.ran(spec, variant.name)
     if fallback is not None:

@@ -7,22 +7,28 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import tempfile
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from sagepatch.errors import MachineError, PlanError
 from sagepatch.numerics.recipe import RECIPES
+from sagepatch.spec import AttnSpec
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True)
 class PlanEntry:
-    """What one layer runs and why. Measurements are the worst over samples and heads, None if none
-    were made.
+    """What one layer runs and why. Errors are the worst over samples and heads, None if none were
+    measured.
+
+    `shapes` describes the measured calls. `worst_call` is the number of the call with the lowest
+    cosine, `cosine_mean` the mean over samples. `alternatives` are the other kernels that are
+    accurate enough, best first, with their numerics version: another GPU times them again.
     """
 
     site: str
@@ -31,15 +37,30 @@ class PlanEntry:
     numerics_version: int
     reason: str
     samples: int = 0
-    shape: str | None = None
+    shapes: tuple[str, ...] = ()
     dtype: str | None = None
     cosine: float | None = None
+    cosine_mean: float | None = None
     rel_l1: float | None = None
     rmse: float | None = None
     norm_ratio: float | None = None
     worst_head: int | None = None
+    worst_call: int | None = None
+    max_abs_v: float | None = None
     us_exact: float | None = None
     us_chosen: float | None = None
+    alternatives: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> str | None:
+        """The call that was measured first, None where none was."""
+        return self.shapes[0] if self.shapes else None
+
+    def measured_like(self, spec: AttnSpec, factor: float = 1.0) -> bool:
+        """Whether this entry was measured on calls like `spec`, with lengths within `factor`; True
+        where none was measured.
+        """
+        return not self.shapes or any(alike(shape, spec, factor) for shape in self.shapes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +96,8 @@ class Plan:
             text = Path(path).read_text(encoding="utf-8")
         except OSError as error:
             raise PlanError(f"cannot read the plan {os.fspath(path)}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise PlanError(f"{os.fspath(path)} is no text, so no plan: {error.reason}") from error
         return cls.from_json(text, os.fspath(path))
 
     @classmethod
@@ -82,26 +105,22 @@ class Plan:
         """Parse JSON text; `origin` names it in errors."""
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise PlanError(
                 f"{origin} is not JSON ({error}): make it again with calibrate"
             ) from error
         if not isinstance(data, dict):
             raise PlanError(f"{origin} holds {type(data).__name__}, needs a JSON object")
-        schema = data.get("schema")
-        if schema != SCHEMA:
-            raise PlanError(
-                f"{origin} has schema {schema!r}, this version reads {SCHEMA}: "
-                "make the plan again, or use the sagepatch that wrote it"
-            )
+        data = _upgraded(data, origin)
         entries = data.pop("entries", None)
         if not isinstance(entries, list):
             raise PlanError(f"{origin} has no list of entries")
         values = _typed(cls, data, origin, skip={"entries"})
         rows = tuple(PlanEntry(**_typed(PlanEntry, entry, origin)) for entry in entries)
-        for row in rows:
-            if row.variant.rpartition(".")[2] not in RECIPES:
-                raise PlanError(f"{origin} names variant {row.variant!r}, which does not exist")
+        for name in (name for row in rows for name in (row.variant, *row.alternatives)):
+            toolchain, _, recipe = name.rpartition(".")
+            if not toolchain or recipe not in RECIPES:
+                raise PlanError(f"{origin} names variant {name!r}, which does not exist")
         names = [row.site for row in rows]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -122,6 +141,24 @@ class Plan:
                 f"the plan was made for another model ({self.model}, structure {self.fingerprint}; "
                 f"this one is {fingerprint}): calibrate again"
             )
+
+
+_CALL = re.compile(r"(?P<batch>\d+)x(?P<heads>[\d/]+)x(?P<q>\d+)x(?P<kv>\d+)x(?P<rest>[\d/]+ .+)")
+_OFFSET = re.compile(r"(causal) [+-]\d+")
+
+
+def alike(shape: str, spec: AttnSpec, factor: float) -> bool:
+    """Whether a call as described by `str(AttnSpec)` is like `spec`: the same heads, sizes, dtype
+    and options, lengths within `factor`, any batch and causal offset.
+    """
+    measured, now = _CALL.fullmatch(shape), _CALL.fullmatch(str(spec))
+    if measured is None or now is None:
+        return shape == str(spec)
+    same = measured["heads"] == now["heads"] and _OFFSET.sub(
+        r"\1", measured["rest"]
+    ) == _OFFSET.sub(r"\1", now["rest"])
+    lengths = [sorted((int(measured[axis]), int(now[axis]))) for axis in ("q", "kv")]
+    return same and all(longer <= factor * shorter for shorter, longer in lengths)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -146,6 +183,45 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
         raise MachineError(f"cannot write {target}: {error.strerror or error}") from error
 
 
+def _upgraded(data: dict[str, Any], origin: str) -> dict[str, Any]:
+    """The same plan in the present schema; refuses schemas that this version does not know."""
+    schema = data.get("schema")
+    if isinstance(schema, bool) or not isinstance(schema, int) or schema < 1:
+        raise PlanError(f"{origin} has schema {schema!r}, needs a number from 1 to {SCHEMA}")
+    if schema > SCHEMA:
+        raise PlanError(
+            f"{origin} has schema {schema}, this version reads up to {SCHEMA}: "
+            "upgrade sagepatch, or make the plan again"
+        )
+    while data["schema"] < SCHEMA:
+        data = _UPGRADES[data["schema"]](data)
+    return data
+
+
+def _from_1(data: dict[str, Any]) -> dict[str, Any]:
+    """Schema 1 kept one shape a layer and neither alternatives nor what decided."""
+    added: dict[str, Any] = {
+        "cosine_mean": None,
+        "worst_call": None,
+        "max_abs_v": None,
+        "alternatives": {},
+    }
+
+    def entry(old: Any) -> Any:
+        if not isinstance(old, dict) or "shape" not in old:
+            return old
+        shape = old["shape"]
+        kept = {name: value for name, value in old.items() if name != "shape"}
+        return {**kept, **added, "shapes": [] if shape is None else [shape]}
+
+    entries = data.get("entries")
+    rows = [entry(old) for old in entries] if isinstance(entries, list) else entries
+    return {**data, "schema": 2, "entries": rows}
+
+
+_UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _from_1}
+
+
 def _typed(cls: type, data: Any, origin: str, skip: frozenset[str] | set[str] = frozenset()) -> Any:
     """The values of a JSON object, each of the type its field declares; nothing missing, nothing
     unknown.
@@ -161,8 +237,9 @@ def _typed(cls: type, data: Any, origin: str, skip: frozenset[str] | set[str] = 
         raise PlanError(f"{origin} lacks the fields {', '.join(missing)}")
     for name, kind in declared.items():
         if not _is(data[name], kind):
-            raise PlanError(f"{origin}: {name} is {data[name]!r}, needs {kind}")
-    return data
+            needed = "a list of strings" if kind.startswith("tuple") else kind
+            raise PlanError(f"{origin}: {name} is {data[name]!r}, needs {needed}")
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in data.items()}
 
 
 def _is(value: Any, kind: str) -> bool:
@@ -170,11 +247,11 @@ def _is(value: Any, kind: str) -> bool:
         return "None" in kind
     if isinstance(value, bool):
         return kind == "bool"
+    if isinstance(value, list):
+        return kind.startswith("tuple") and all(isinstance(item, str) for item in value)
     if isinstance(value, dict):
-        return kind.startswith("dict") and all(
-            isinstance(key, str) and (item is None or isinstance(item, str))
-            for key, item in value.items()
-        )
+        items = kind.removeprefix("dict[str, ").removesuffix("]")
+        return kind.startswith("dict") and all(_is(item, items) for item in value.values())
     if kind.startswith("float"):
         return isinstance(value, int | float) and math.isfinite(value)
     if kind.startswith("int"):

@@ -10,7 +10,9 @@ import pytest
 from sagepatch.errors import MachineError, PlanError
 from sagepatch.plan import SCHEMA, Plan, PlanEntry
 
-ENTRY = PlanEntry("blocks.0.attn", "self", "triton.sage2_8", 1, "1.3x exact", 4, "1x2x9x9x64 bf16")
+ENTRY = PlanEntry(
+    "blocks.0.attn", "self", "triton.sage2_8", 1, "1.3x exact", 4, ("1x2x9x9x64 bf16",)
+)
 PLAN = Plan("f00d", "FluxPipeline", 0.998, False, "NVIDIA H200", {"torch": "2.11"}, (ENTRY,))
 
 

@@ -5,15 +5,16 @@ numbers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from sagepatch.backends.catalogue import CATALOGUE, SDPA
 from sagepatch.calibration.choose import Summary
-from sagepatch.calibration.measure import Measurement, measure, time_us
+from sagepatch.calibration.measure import Measurement, Stopwatch, measure
 from sagepatch.dispatch import Request, candidates
 from sagepatch.errors import MachineError
 from sagepatch.layer import PatchedLayer
@@ -22,47 +23,49 @@ from sagepatch.spec import AttnSpec, Call
 from sagepatch.variant import Variant
 
 # The calls of a layer that are measured; the calls between them run exact. After the last the layer
-# locks.
+# locks. A calibration without an end goes on at each power of two.
 SAMPLED_CALLS = (1, 2, 4, 8)
-# What calibration tries unless told otherwise: one or two of each tier, best first. 4-bit recipes
-# cost
-# accuracy without being faster on most GPUs, and an emulation of everything would take minutes.
-CANDIDATE_RECIPES = ("sage2pp_8", "sage2_8", "sage2_8b", "sage1_b", "sage1_b_f32")
-EMULATED_RECIPES = ("sage2pp_8", "sage2_8", "sage1_b")
+# What calibration tries unless told otherwise, best first: 8-bit recipes of the fast tier and those
+# of the safe one. 4-bit recipes cost accuracy without being faster on most GPUs.
+CANDIDATE_RECIPES = (
+    *("sage2_8b_k128", "sage2_8", "sage2_8b", "sage2pp_8", "sage1_vb"),
+    *("sage1_b", "sage1_b_f32"),
+)
+# Of these at most so many a tier, the first that serve the call.
+MOST_OF_TIER = {"fast": 4, "safe": 2}
+# Emulations are slow: one or two of each tier.
+EMULATED_RECIPES = ("sage2pp_8", "sage2_8", "sage1_b", "sage1_b_f32")
 
 
 @dataclass(eq=False)
 class LayerCalibration:
     """The measurements of one layer; its `observe` is the observer of a `PatchedLayer`.
 
-    `done(layer)` is called once, after the last sampled call.
+    `done(layer)` is called once, after the last sampled call; without it there is no last one.
     """
 
+    stopwatch: Stopwatch
     done: Callable[[PatchedLayer], None] | None = None
     measurements: dict[str, list[Measurement]] = field(default_factory=dict)
     exact_us: list[float] = field(default_factory=list)
-    spec: AttnSpec | None = None
+    specs: list[AttnSpec] = field(default_factory=list)
     calls: int = 0
     samples: int = 0
-    max_abs_v: float = 0.0
+    max_abs_v: float | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def observe(self, layer: PatchedLayer, call: Call) -> tuple[Tensor, Tensor | None]:
         """Run one call exactly; measure the candidates on it if it is one of the sampled calls."""
-        if call.q.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise MachineError(
-                f"layer {layer.name} still calibrates and cannot be captured in a CUDA graph: "
-                "run a few calls and patch.lock() first"
-            )
+        refuse_capture(layer, call, "still calibrates")
         out, lse = run_exact(call)
         # A layer runs a single query exactly whatever its plan says: such a call shows nothing.
-        if call.q.shape[2] == 1:
+        if call.q.shape[2] <= 1:
             return out, lse
         # One thread measures at a time; the others get their exact output and go on.
         if self._lock.acquire(blocking=False):
             try:
                 self.calls += 1
-                if self.calls in SAMPLED_CALLS:
+                if self.calls & (self.calls - 1) == 0:
                     self._sample(layer, call, out)
                 finished = self.calls == SAMPLED_CALLS[-1]
             finally:
@@ -89,34 +92,70 @@ class LayerCalibration:
 
     def _sample(self, layer: PatchedLayer, call: Call, exact: Tensor) -> None:
         spec = call.spec()
-        timed = spec.device == "cuda"
-        self.spec = spec
-        self.samples += 1
+        if spec not in self.specs:
+            self.specs.append(spec)
         if call.v.numel():
-            self.max_abs_v = max(self.max_abs_v, float(call.v.abs().amax()))
+            low, high = torch.aminmax(call.v)
+            self.max_abs_v = max(self.max_abs_v or 0.0, -float(low), float(high))
         tried = candidate_variants(spec, layer)
-        if timed and tried:
-            self.exact_us.append(time_us(lambda: run_exact(call)))
+        # Where emulations may win, times decide nothing.
+        timed = bool(tried) and not layer.policy.emulate
+        if timed and (us := self.stopwatch.us(SDPA, call, spec)) is not None:
+            self.exact_us.append(us)
         for variant in tried:
-            row = measure(variant, call, exact, timed=timed)
+            try:
+                row = measure(variant, call, exact, self.calls)
+                if timed:
+                    row = replace(row, us=self.stopwatch.us(variant, call, spec))
+            except torch.OutOfMemoryError:
+                # The call itself fitted: only the measuring did not, so the run goes on.
+                layer.record.note(f"{variant.name} did not fit in memory while measured: {spec}")
+                continue
+            except Exception as error:
+                error.add_note(f"raised by {variant.name}, measured in layer {layer.name}: {spec}")
+                raise
             self.measurements.setdefault(variant.name, []).append(row)
+        self.samples += 1
 
 
-def candidate_variants(spec: AttnSpec, layer: PatchedLayer) -> list[Variant]:
+def refuse_capture(layer: PatchedLayer, call: Call, state: str) -> None:
+    """Raise where a layer that is not settled is being captured in a CUDA graph."""
+    if call.q.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise MachineError(
+            f"layer {layer.name} {state} and cannot be captured in a CUDA graph: "
+            "run a few calls and patch.lock() first"
+        )
+
+
+def candidate_variants(
+    spec: AttnSpec, layer: PatchedLayer, recipes: Collection[str] = ()
+) -> list[Variant]:
     """The kernels that calibration tries on a call of this layer, those that nothing speaks
-    against.
+    against; of `recipes` only, where some are named.
     """
-    if spec.q_len == 1:
+    if spec.q_len <= 1:
         return []
     request = Request("auto", emulate=layer.policy.emulate)
-    return [
-        decision.variant
+    serving = {
+        decision.variant.name: decision.variant
         for decision in candidates(spec, request, layer.unusable, CATALOGUE)
-        if not decision.reasons
-        and decision.variant is not SDPA
-        and decision.variant.recipe.name in _recipes_of(decision.variant)
-    ]
+        if not decision.reasons and decision.variant is not SDPA
+    }
+    if recipes:
+        return [variant for variant in serving.values() if variant.recipe.name in recipes]
+    taken: Counter[tuple[bool, str]] = Counter()
+    chosen = []
+    for variant in sorted(serving.values(), key=_preference):
+        emulated = variant.toolchain == "emulated"
+        listed = EMULATED_RECIPES if emulated else CANDIDATE_RECIPES
+        place = (emulated, variant.tier)
+        if variant.recipe.name in listed and taken[place] < MOST_OF_TIER[variant.tier]:
+            taken[place] += 1
+            chosen.append(variant)
+    return chosen
 
 
-def _recipes_of(variant: Variant) -> tuple[str, ...]:
-    return EMULATED_RECIPES if variant.toolchain == "emulated" else CANDIDATE_RECIPES
+def _preference(variant: Variant) -> int:
+    listed = EMULATED_RECIPES if variant.toolchain == "emulated" else CANDIDATE_RECIPES
+    name = variant.recipe.name
+    return listed.index(name) if name in listed else len(listed)

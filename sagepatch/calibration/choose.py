@@ -18,17 +18,21 @@ FEWEST_SAMPLES = 2
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One candidate over all samples of a layer, each number at its worst; times are medians of
-    what was timed.
+    """One candidate over all samples of a layer, each number at its worst but for `cosine_mean`;
+    `us` is the median of what was timed.
+
+    `worst_call` and `worst_head` say where the cosine was lowest.
     """
 
     variant: str
     finite: bool
     cosine: float
+    cosine_mean: float
     rel_l1: float
     rmse: float
     norm_ratio: float
     worst_head: int
+    worst_call: int
     samples: int
     us: float | None
 
@@ -41,10 +45,12 @@ class Summary:
             worst.variant,
             all(m.finite for m in measurements),
             worst.cosine,
+            sum(m.cosine for m in measurements) / len(measurements),
             max(m.rel_l1 for m in measurements),
             max(m.rmse for m in measurements),
             max((m.norm_ratio for m in measurements), key=lambda ratio: abs(ratio - 1)),
             worst.worst_head,
+            worst.call,
             len(measurements),
             times[len(times) // 2] if times else None,
         )
@@ -52,10 +58,13 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The kernel of a layer and the sentence that says why."""
+    """The kernel of a layer, the sentence that says why, and the other admissible ones, best
+    first.
+    """
 
     variant: str
     reason: str
+    alternatives: tuple[str, ...] = ()
 
 
 def error_bound(threshold: float) -> float:
@@ -73,7 +82,8 @@ def refusal(summary: Summary, threshold: float) -> str | None:
         return None
     bound = error_bound(threshold)
     if not summary.cosine >= threshold:
-        return f"cosine {summary.cosine:.5f} < {threshold:g} (head {summary.worst_head})"
+        where = f"head {summary.worst_head}, call {summary.worst_call}"
+        return f"cosine {summary.cosine:.5f} < {threshold:g} ({where})"
     if not summary.rel_l1 <= bound:
         return f"relative L1 {summary.rel_l1:.4f} > {bound:.4f}"
     if not abs(summary.norm_ratio - 1) <= bound:
@@ -102,18 +112,20 @@ def choose(
     if not admissible:
         listed = "; ".join(f"{name}: {why}" for name, why in refused.items())
         return Choice(SDPA.name, f"no kernel is accurate enough: {listed}")
+    ranked = sorted(admissible, key=lambda s: _rank(BY_NAME[s.variant]))
     if us_exact is None:
-        best = min(admissible, key=lambda s: _rank(BY_NAME[s.variant]))
-        return Choice(best.variant, _why_admitted(best, refused, "first by tier, nothing timed"))
-    timed = [summary for summary in admissible if summary.us is not None]
-    fastest = min(timed, key=lambda s: s.us or 0.0, default=None)
-    if fastest is None or fastest.us is None or fastest.us >= us_exact:
-        shown = (
-            "none was timed" if fastest is None else f"{fastest.variant} takes {fastest.us:.0f} us"
-        )
-        return Choice(SDPA.name, f"exact is fastest: {us_exact:.0f} us, {shown}")
-    gain = us_exact / fastest.us
-    return Choice(fastest.variant, _why_admitted(fastest, refused, f"{gain:.2f}x exact"))
+        best, *others = ranked
+        why = _why_admitted(best, refused, "first by tier, nothing timed")
+        return Choice(best.variant, why, tuple(other.variant for other in others))
+    timed = [(summary.us, summary) for summary in ranked if summary.us is not None]
+    us, fastest = min(timed, key=lambda pair: pair[0], default=(None, None))
+    if us is None or fastest is None or us >= us_exact:
+        shown = "none was timed" if fastest is None else f"{fastest.variant} takes {us:.0f} us"
+        why = f"exact is fastest: {us_exact:.0f} us, {shown}"
+        return Choice(SDPA.name, why, tuple(summary.variant for summary in ranked))
+    why = _why_admitted(fastest, refused, f"{us_exact / us:.2f}x exact")
+    others = [summary for summary in ranked if summary is not fastest]
+    return Choice(fastest.variant, why, tuple(other.variant for other in others))
 
 
 def _why_admitted(best: Summary, refused: Mapping[str, str | None], merit: str) -> str:
@@ -123,7 +135,8 @@ def _why_admitted(best: Summary, refused: Mapping[str, str | None], merit: str) 
         for name, why in refused.items()
         if why is not None and _rank(BY_NAME[name]) < better
     ]
-    return "; ".join([f"cosine {best.cosine:.5f} in the worst head, {merit}", *passed_over])
+    where = f"cosine {best.cosine:.5f} in the worst head (call {best.worst_call})"
+    return "; ".join([f"{where}, {merit}", *passed_over])
 
 
 def _rank(variant: Variant) -> tuple[int, int]:

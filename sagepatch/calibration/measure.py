@@ -1,4 +1,6 @@
-"""One measurement: a candidate kernel against the exact output of the same live call."""
+"""One measurement: a candidate kernel against the exact output of the same live call, and how long
+kernels take.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +12,32 @@ import torch
 from torch import Tensor
 
 from sagepatch.backends import load
-from sagepatch.numerics.metrics import compare
-from sagepatch.spec import Call
+from sagepatch.numerics.metrics import Comparison, Metrics, compare
+from sagepatch.spec import AttnSpec, Call
 from sagepatch.variant import Variant
 
-# Errors are taken over at most this many query rows, evenly spaced: enough for a worst head, and
-# the double-precision copies stay small at 100k tokens.
+# Errors are taken over at most this many query rows, evenly spaced, a few heads at a time: enough
+# for a worst head, and the double-precision copies stay far below one layer's tensors.
 COMPARED_ROWS = 4096
+COMPARED_NUMBERS = 1 << 21
+# One time is the median of up to so many runs; a long kernel is run fewer times.
 TIMED_RUNS = 5
+FEWEST_RUNS = 2
+BUDGET_US = 50_000.0
+# Each kernel is timed so often for one kind of call; the lower time counts.
+ROUNDS = 2
+
+Timer = Callable[[Callable[[], object], torch.device], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """A candidate on one call: each error at its worst over heads; `us` is None where nothing was
-    timed.
+    """A candidate on call number `call` of a layer: each error at its worst over heads; `us` is
+    None where nothing was timed.
     """
 
     variant: str
+    call: int
     finite: bool
     cosine: float
     rel_l1: float
@@ -36,35 +47,75 @@ class Measurement:
     us: float | None
 
 
-def measure(variant: Variant, call: Call, exact: Tensor, *, timed: bool) -> Measurement:
-    """Run `variant` on `call` and compare it with `exact` [B, Hq, Sq, Dv]."""
+def measure(variant: Variant, call: Call, exact: Tensor, number: int) -> Measurement:
+    """Run `variant` on `call`, a layer's `number`th, and compare with `exact` [B, Hq, Sq, Dv]."""
     out, _ = load(variant.entry)(call, variant.recipe)
-    step = -(-out.shape[2] // COMPARED_ROWS) if out.shape[2] else 1
-    comparison = compare(out[:, :, ::step], exact[:, :, ::step])
+    step = max(1, -(-out.shape[2] // COMPARED_ROWS))
+    comparison = _by_heads(out[:, :, ::step], exact[:, :, ::step])
     worst = comparison.worst
-    us = time_us(lambda: load(variant.entry)(call, variant.recipe)) if timed else None
     return Measurement(
         variant.name,
+        number,
         worst.finite,
         worst.cosine,
         worst.rel_l1,
         worst.rmse,
         worst.norm_ratio,
         comparison.worst_head,
-        us,
+        None,
     )
 
 
-def time_us(run: Callable[[], object]) -> float:
-    """Median time of a call on the current CUDA stream in microseconds, by events, warmed up."""
-    run()
-    times = []
-    for _ in range(TIMED_RUNS):
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record()
+def _by_heads(out: Tensor, exact: Tensor) -> Comparison:
+    """`compare`, on a few heads at a time; only the heads' metrics of the result are meant."""
+    B, H, S, D = out.shape
+    group = max(1, COMPARED_NUMBERS // max(1, B * S * D))
+    parts = [
+        compare(out[:, at : at + group], exact[:, at : at + group]) for at in range(0, H, group)
+    ]
+    heads: tuple[Metrics, ...] = sum((part.heads for part in parts), ())
+    return Comparison(parts[0].whole, heads)
+
+
+def cuda_time_us(run: Callable[[], object], device: torch.device) -> float:
+    """Median time of `run` on the current stream of a CUDA device in microseconds, by events,
+    warmed up.
+    """
+    with torch.cuda.device(device):
         run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
+        times: list[float] = []
+        while len(times) < FEWEST_RUNS or (len(times) < TIMED_RUNS and sum(times) < BUDGET_US):
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            times.append(float(start.elapsed_time(end)) * 1e3)
     return statistics.median(times)
+
+
+# Where times mean anything. An emulation's time says nothing about a kernel's.
+TIMERS: dict[str, Timer] = {"cuda": cuda_time_us}
+
+
+class Stopwatch:
+    """Times of kernels by kind of call, shared by the layers of one patch.
+
+    A kernel takes as long whatever the numbers in its tensors, so a time taken at one layer holds
+    for all layers with such calls: timing costs a few calls a kernel, not a few a layer.
+    """
+
+    def __init__(self) -> None:
+        self._times: dict[tuple[AttnSpec, str], list[float]] = {}
+
+    def us(self, variant: Variant, call: Call, spec: AttnSpec) -> float | None:
+        """Microseconds of `variant` on calls like `call`; None where nothing can be timed."""
+        timer = TIMERS.get(spec.device)
+        if timer is None:
+            return None
+        taken = self._times.setdefault((spec, variant.name), [])
+        if len(taken) < ROUNDS:
+            kernel = load(variant.entry)
+            taken.append(timer(lambda: kernel(call, variant.recipe), call.q.device))
+        return min(taken)

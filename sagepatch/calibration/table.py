@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from sagepatch.backends.catalogue import BY_NAME
@@ -12,27 +13,27 @@ from sagepatch.plan import Plan, PlanEntry
 
 @dataclass(frozen=True, slots=True)
 class LayerTable:
-    """What was measured at one layer; `shape` describes the last sampled call."""
+    """What was measured at one layer; `shapes` describes the sampled calls, each kind once."""
 
     site: str
     kind: str
     samples: int
-    shape: str | None
+    shapes: tuple[str, ...]
     dtype: str | None
     us_exact: float | None
-    max_abs_v: float
+    max_abs_v: float | None
     candidates: dict[str, Summary]
 
     @classmethod
     def of(cls, site: str, kind: str, table: LayerCalibration) -> LayerTable:
         """Freeze a layer's running calibration."""
-        spec = table.spec
+        specs = table.specs
         return cls(
             site,
             kind,
             table.samples,
-            None if spec is None else str(spec),
-            None if spec is None else spec.dtype,
+            tuple(dict.fromkeys(str(spec) for spec in specs)),
+            specs[0].dtype if specs else None,
             table.us_exact,
             table.max_abs_v,
             table.summaries(),
@@ -51,16 +52,25 @@ class LayerTable:
             numerics_version=BY_NAME[choice.variant].numerics_version,
             reason=choice.reason,
             samples=self.samples,
-            shape=self.shape,
+            shapes=self.shapes,
             dtype=self.dtype,
             cosine=None if shown is None else shown.cosine,
-            rel_l1=None if shown is None else shown.rel_l1,
+            cosine_mean=None if shown is None else shown.cosine_mean,
+            rel_l1=None if shown is None else _finite(shown.rel_l1),
             rmse=None if shown is None else shown.rmse,
-            norm_ratio=None if shown is None else shown.norm_ratio,
+            norm_ratio=None if shown is None else _finite(shown.norm_ratio),
             worst_head=None if shown is None else shown.worst_head,
+            worst_call=None if shown is None else shown.worst_call,
+            max_abs_v=_finite(self.max_abs_v),
             us_exact=self.us_exact,
             us_chosen=self.us_exact if shown is None else shown.us,
+            alternatives={name: BY_NAME[name].numerics_version for name in choice.alternatives},
         )
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no infinity: against an all-zero reference some errors are infinite."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 @dataclass(frozen=True, slots=True)

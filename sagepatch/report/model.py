@@ -157,7 +157,7 @@ def report_of(
 
 def _row(layer: PatchedLayer, entry: PlanEntry, replaced_by: str | None) -> LayerRow:
     record = layer.record
-    variant = _runs(layer)
+    variant = layer.runs
     exact_calls = record.by_variant[SDPA.name]
     seen = record.specs.most_common(1)
     reason = layer.reason if layer.demoted is None else f"demoted: {layer.demoted}"
@@ -185,18 +185,6 @@ def _row(layer: PatchedLayer, entry: PlanEntry, replaced_by: str | None) -> Laye
         replaced_by=replaced_by,
         notes=tuple(record.notes),
     )
-
-
-def _runs(layer: PatchedLayer) -> str:
-    """The full name of the kernel that the layer runs: the one it ran most since it was settled."""
-    if layer.demoted is not None or layer.observer is not None:
-        return SDPA.name
-    if layer.request.by_full_name:
-        return layer.request.variant
-    quantised = [
-        (count, name) for name, count in layer.record.by_variant.items() if name != SDPA.name
-    ]
-    return max(quantised)[1] if quantised else SDPA.name
 
 
 def _written(text: str, path: str | os.PathLike[str] | None) -> str:

@@ -1,0 +1,342 @@
+"""`Patch`: one patched pipeline or model, from installed layers to the way back. Chooses no kernel
+itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from sagepatch.backends import unusable
+from sagepatch.backends.catalogue import BY_NAME, SDPA
+from sagepatch.calibration.capture import LayerCalibration
+from sagepatch.calibration.choose import FEWEST_SAMPLES
+from sagepatch.calibration.measure import Stopwatch
+from sagepatch.calibration.reuse import FirstLook, TimeAgain
+from sagepatch.calibration.table import Calibration, LayerTable
+from sagepatch.dispatch import Request
+from sagepatch.env import Machine
+from sagepatch.layer import PatchedLayer, Policy
+from sagepatch.patchers.model import Parts
+from sagepatch.patchers.site import Found, Left, Swap
+from sagepatch.plan import Plan, PlanEntry
+from sagepatch.plan_cache import keep_plan
+
+if TYPE_CHECKING:
+    from sagepatch.report.model import Report
+
+logger = logging.getLogger("sagepatch")
+
+_OWNER = "_sagepatch_patch"
+
+
+class Patch:
+    """One patched pipeline or model: what was found, what each layer runs, and the way back.
+
+    A context manager: leaving it restores the model. `off` is a patch that changed nothing because
+    SAGEPATCH_DISABLE is set.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        found: Found,
+        policy: Policy,
+        threshold: float,
+        *,
+        mark: str = "",
+        off: bool = False,
+    ) -> None:
+        self.parts = parts
+        self.policy = policy
+        self.threshold = threshold
+        self.fingerprint = mark
+        self.left: tuple[Left, ...] = found.left
+        self.machine = Machine.here()
+        self.off = off
+        self.restored = True
+        self.warnings: list[str] = []
+        self.layers: tuple[PatchedLayer, ...] = tuple(
+            PatchedLayer(site.name, site.kind, policy, Request("exact"), unusable)
+            for site in found.sites
+        )
+        self._sites = found.sites
+        self._swaps: list[Swap] = []
+        self._stopwatch = Stopwatch()
+        self._tables: dict[str, LayerCalibration] = {}
+        self._entries: dict[str, PlanEntry] = {}
+        self.install()
+
+    @property
+    def locked(self) -> bool:
+        """Whether every layer is settled."""
+        return all(layer.observer is None for layer in self.layers)
+
+    def lock(self) -> Patch:
+        """Settle every layer that is still open on what it has seen; returns itself."""
+        for layer in self.layers:
+            if layer.observer is not None:
+                self._settle(layer)
+        return self
+
+    def plan(self) -> Plan:
+        """The plan in force; layers that still calibrate are exact in it, and demoted ones too."""
+        entries = tuple(self._entry(layer) for layer in self.layers)
+        machine = self.machine
+        return Plan(
+            self.fingerprint,
+            self.parts.label,
+            self.threshold,
+            self.policy.emulate,
+            machine.gpu_name,
+            dict(machine.versions),
+            entries,
+        )
+
+    def calibration(self) -> Calibration:
+        """Everything measured so far; empty for a patch that follows a plan or a variant."""
+        rows = tuple(
+            LayerTable.of(layer.name, layer.kind, self._tables[layer.name])
+            for layer in self.layers
+            if layer.name in self._tables
+        )
+        machine = self.machine
+        return Calibration(
+            self.fingerprint,
+            self.parts.label,
+            self.policy.emulate,
+            machine.gpu_name,
+            dict(machine.versions),
+            rows,
+        )
+
+    def report(self) -> Report:
+        """The per-layer report as of now; prints itself, `.to_json()`, `.to_html()`, `.plot()`."""
+        from sagepatch.report.model import report_of
+
+        return report_of(
+            parts=self.parts.label,
+            layers=self.layers,
+            left=self.left,
+            entries={layer.name: self._entry(layer) for layer in self.layers},
+            replaced=self.replaced(),
+            machine=self.machine,
+            threshold=self.threshold,
+            emulated=self.policy.emulate,
+            warnings=self._all_warnings(),
+        )
+
+    def replaced(self) -> dict[str, str]:
+        """Layers that are no longer patched because a library call took our place, and by what."""
+        if self.restored:
+            return {}
+        states = zip(self.layers, self._swaps, strict=True)
+        return {layer.name: by for layer, swap in states if (by := swap.replaced_by()) is not None}
+
+    def restore(self) -> None:
+        """Put everything back as it was; twice is harmless."""
+        if self.restored:
+            return
+        self.restored = True
+        for swap in reversed(self._swaps):
+            swap.undo()
+        for site in self._sites:
+            owner = site.module.__dict__.get(_OWNER)
+            if isinstance(owner, _Owner) and owner.patch is self:
+                del site.module.__dict__[_OWNER]
+
+    def install(self) -> None:
+        """Put the patch in force, again after `restore` with what its layers have learnt."""
+        if not self.restored:
+            return
+        swaps: list[Swap] = []
+        try:
+            for site, layer in zip(self._sites, self.layers, strict=True):
+                swaps.append(site.install(layer))
+        except BaseException:
+            for swap in reversed(swaps):
+                swap.undo()
+            raise
+        self._swaps = swaps
+        for site in self._sites:
+            site.module.__dict__[_OWNER] = _Owner(self)
+        self.restored = False
+
+    def follow(self, plan: Plan) -> None:
+        """Settle each layer as `plan` says; layers it does not name stay exact.
+
+        On another GPU than the plan's, layers that may be quantised are timed again at their first
+        call, with this GPU's kernels for the plan's recipes: a laptop can calibrate for a GPU. The
+        other way about, `emulate=True` emulates a GPU's plan on a laptop.
+        """
+        here = self.machine
+        by_site = {entry.site: entry for entry in plan.entries}
+        again = bool(here.gpus) and not self.policy.emulate and plan.gpu != here.gpu_name
+        if plan.gpu != here.gpu_name:
+            then = (
+                "its accuracy holds, each layer is timed again at its first call"
+                if again
+                else "its accuracy holds, its speeds may not"
+            )
+            self.warnings.append(
+                f"the plan was timed on {plan.gpu}, this is {here.gpu_name}: {then}"
+            )
+        for layer in self.layers:
+            entry = by_site.get(layer.name)
+            if entry is None:
+                layer.run_with(Request("exact"), "the plan does not name this layer")
+            elif (stale := _stale(entry)) is not None:
+                self.warnings.append(f"{layer.name}: {stale}")
+                exact = PlanEntry(layer.name, layer.kind, SDPA.name, SDPA.numerics_version, stale)
+                self._take(layer, exact)
+            else:
+                if self.policy.emulate and not here.gpus:
+                    entry = _emulated(entry)
+                self._entries[layer.name] = entry
+                if again and {entry.variant, *entry.alternatives} != {SDPA.name}:
+                    layer.reason = "to be timed on this GPU at its first call"
+                    layer.observer = TimeAgain(entry, self._stopwatch, self._take).observe
+                else:
+                    self._take(layer, entry)
+
+    def resume(self, plan: Plan) -> None:
+        """Start from a plan kept on this machine: a layer whose first call is like those measured
+        takes its entry; the others, and those seen too little, calibrate.
+        """
+        by_site = {entry.site: entry for entry in plan.entries}
+        for layer in self.layers:
+            entry = by_site.get(layer.name)
+            if entry is None or entry.samples < FEWEST_SAMPLES or _stale(entry) is not None:
+                self._measure(layer)
+                continue
+            kept = f"kept from an earlier run: {entry.reason}"
+            layer.reason = "its first call decides whether the kept plan fits"
+            look = FirstLook(entry, kept, self._take, self._measure)
+            self._entries[layer.name] = entry
+            layer.observer = look.observe
+
+    def run_everywhere(self, request: Request) -> None:
+        """Settle every layer on one request."""
+        for layer in self.layers:
+            layer.run_with(request, f"variant={request.variant!r} was asked for")
+
+    def calibrate_itself(self, *, lock_when_done: bool = True) -> None:
+        """Let every layer measure its kernels on its first calls, or on calls without end."""
+        for layer in self.layers:
+            self._measure(layer, lock_when_done=lock_when_done)
+
+    def __enter__(self) -> Patch:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.restore()
+
+    def __repr__(self) -> str:
+        if self.off:
+            return f"<Patch of {self.parts.label}: off, SAGEPATCH_DISABLE is set>"
+        state = "restored" if self.restored else ("locked" if self.locked else "calibrating")
+        quantised = sum(layer.runs != SDPA.name for layer in self.layers)
+        counts = f"{len(self.layers)} layers, {quantised} quantised"
+        left = f", {len(self.left)} left alone" if self.left else ""
+        return f"<Patch of {self.parts.label}: {counts}{left}, {state}>"
+
+    def _measure(self, layer: PatchedLayer, *, lock_when_done: bool = True) -> None:
+        # A second thread may come here for the same first call: keep what the first one began.
+        table = self._tables.setdefault(
+            layer.name, LayerCalibration(self._stopwatch, self._settle if lock_when_done else None)
+        )
+        self._entries.pop(layer.name, None)
+        layer.reason = "still calibrating: exact until it has seen enough calls"
+        layer.observer = table.observe
+
+    def _settle(self, layer: PatchedLayer) -> None:
+        table = self._tables.get(layer.name)
+        if table is None:
+            self._take(layer, self._entries[layer.name])
+            return
+        row = LayerTable.of(layer.name, layer.kind, table)
+        self._take(layer, row.entry(self.threshold))
+        if self.locked and not self.restored:
+            keep_plan(self.plan(), self.machine)
+
+    def _take(self, layer: PatchedLayer, entry: PlanEntry, reason: str | None = None) -> None:
+        self._entries[layer.name] = entry
+        exact = entry.variant == SDPA.name
+        layer.run_with(Request("exact" if exact else entry.variant), reason or entry.reason)
+        logger.info("sagepatch: layer %s runs %s: %s", layer.name, entry.variant, layer.reason)
+
+    def _entry(self, layer: PatchedLayer) -> PlanEntry:
+        known = self._entries.get(layer.name)
+        if known is not None and layer.demoted is None and layer.observer is None:
+            return known
+        reason = layer.reason if layer.demoted is None else f"demoted: {layer.demoted}"
+        runs = layer.runs
+        return PlanEntry(layer.name, layer.kind, runs, BY_NAME[runs].numerics_version, reason)
+
+    def _all_warnings(self) -> list[str]:
+        off = ["SAGEPATCH_DISABLE is set: nothing is patched"] if self.off else []
+        drifted = [text for layer in self.layers if (text := self._drift(layer)) is not None]
+        more = f" (and {len(drifted) - 1} more layers so)" if len(drifted) > 1 else ""
+        return [*off, *self.warnings, *(text + more for text in drifted[:1])]
+
+    def _drift(self, layer: PatchedLayer) -> str | None:
+        """A warning about calls unlike those that the layer's entry was measured on."""
+        entry = self._entries.get(layer.name)
+        if entry is None:
+            return None
+        for spec in list(layer.record.specs):
+            if spec.q_len > 1 and not entry.measured_like(spec):
+                return f"{layer.name}: measured on {entry.shape}, has also run {spec}"
+        return None
+
+
+class _Owner:
+    """Ties a patch to a module for as long as that lives; a copy of the module gets None."""
+
+    def __init__(self, patch: Patch) -> None:
+        self.patch = patch
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def patches_on(modules: Iterable[nn.Module]) -> list[Patch]:
+    """The patches in force anywhere in these modules, be it on a part or on something larger."""
+    owners = (part.__dict__.get(_OWNER) for module in modules for part in module.modules())
+    return list(dict.fromkeys(owner.patch for owner in owners if isinstance(owner, _Owner)))
+
+
+def _emulated(entry: PlanEntry) -> PlanEntry:
+    """The entry with the emulation of its recipe for a kernel that needs a GPU."""
+    kernel = BY_NAME[entry.variant]
+    stand_in = BY_NAME.get(f"emulated.{kernel.recipe.name}")
+    if "cpu" in kernel.devices or stand_in is None:
+        return entry
+    reason = f"emulates {kernel.name} of the plan: {entry.reason}"
+    version = stand_in.numerics_version
+    return replace(entry, variant=stand_in.name, numerics_version=version, reason=reason)
+
+
+def _stale(entry: PlanEntry) -> str | None:
+    """Why an entry is not to be followed: its kernel is gone or computes other numbers now."""
+    known = BY_NAME.get(entry.variant)
+    if known is not None and known.numerics_version == entry.numerics_version:
+        return None
+    now = "gone" if known is None else f"version {known.numerics_version} now"
+    return (
+        f"plan entry ignored: {entry.variant} had numerics version {entry.numerics_version}, "
+        f"it is {now}; calibrate again"
+    )
