@@ -79,7 +79,7 @@ def attend_over_sdpa(
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         # No mask: causal from the first key on, but a single query is the newest and sees all.
         causal = query.shape[2] > 1 and attention_mask is None and causal
-        if kwargs.get("output_attentions"):
+        if _map_wanted(kwargs):
             eager = eager_function(type(module))
             if eager is not None:
                 _count_map(handle)
@@ -118,7 +118,7 @@ def attend_over_eager(
     """Attention of a module whose config said "eager": what its mask does not hide is seen."""
     handle = carried(module)
     if handle is not None:
-        if kwargs.get("output_attentions"):
+        if _map_wanted(kwargs):
             _count_map(handle)
         else:
             options = dict(kwargs)
@@ -253,6 +253,25 @@ def _additive(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> 
         return mask
     zero = torch.zeros((), dtype=query.dtype, device=query.device)
     return torch.where(mask, zero, torch.finfo(query.dtype).min)
+
+
+def _map_wanted(options: dict[str, Any]) -> bool:
+    """Whether this call has to give its attention map: asked by argument, or by who records it."""
+    if options.get("output_attentions"):
+        return True
+    recorder = None if torch.compiler.is_compiling() else _recorder()
+    recorded = None if recorder is None else recorder.get()
+    return recorded is not None and any("attentions" in kind for kind in recorded)
+
+
+@cache
+def _recorder() -> Any:
+    """Where transformers notes which outputs the running model call has to collect, if it does."""
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:
+        return None
+    return _active_collector
 
 
 def _count_map(handle: Tensor) -> None:

@@ -117,6 +117,50 @@ def tiny_deepseek_v3() -> Built:
     return _spread(DeepseekV3ForCausalLM(config)), {"input_ids": ids()}
 
 
+def tiny_gemma4() -> Built:
+    """The upper half of the layers shares keys and values, and sees only the asked-for tokens."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    torch.manual_seed(0)
+    config = Gemma4TextConfig(
+        **(_DECODER | {"num_hidden_layers": 4}),
+        head_dim=16,
+        global_head_dim=16,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+        vocab_size_per_layer_input=VOCAB,
+        hidden_size_per_layer_input=16,
+    )
+    return _spread(Gemma4ForCausalLM(config)), {"input_ids": ids(length=9), "logits_to_keep": 3}
+
+
+def tiny_deepseek_v32() -> Built:
+    """An indexer picks the keys of each query; the mask of it depends on the attention's name."""
+    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+
+    torch.manual_seed(0)
+    config = DeepseekV32Config(
+        **(_DECODER | {"num_key_value_heads": 4, "num_hidden_layers": 2}),
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        mlp_layer_types=["dense", "dense"],
+        layer_types=["indexed_attention"] * 2,
+        kv_lora_rank=16,
+        q_lora_rank=24,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+        index_topk=4,
+        index_n_heads=2,
+        index_head_dim=16,
+    )
+    return DeepseekV32ForCausalLM(config).eval(), {"input_ids": ids()}
+
+
 def tiny_gpt2(layers: int = 2) -> Built:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -292,6 +336,7 @@ PATCHABLE: dict[str, Callable[[], Built]] = {
     "gemma2": tiny_gemma2,
     "gpt_oss": tiny_gpt_oss,
     "deepseek_v3": tiny_deepseek_v3,
+    "gemma4": tiny_gemma4,
     "gpt2": tiny_gpt2,
     "bert": tiny_bert,
     "vit": tiny_vit,

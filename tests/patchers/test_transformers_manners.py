@@ -1,0 +1,415 @@
+"""Manners of the transformers patcher: what it leaves alone, what copies do, and the way back."""
+
+from __future__ import annotations
+
+import copy
+import filecmp
+import pickle
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from models.transformers_models import (
+    PATCHABLE,
+    first_output,
+    ids,
+    tiny_bert,
+    tiny_clip,
+    tiny_deepseek_v32,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_t5,
+    tiny_whisper,
+)
+from torch import Tensor, nn
+
+import sagepatch
+from sagepatch.errors import NothingPatched
+from sagepatch.patchers.code import compares_implementation
+from sagepatch.patchers.transformers import find
+from sagepatch.patchers.transformers_attention import DROPOUT, MAP_WANTED, TRAINING, register
+
+
+def _patch(model: nn.Module, variant: str = "sage2_8") -> sagepatch.Patch:
+    return sagepatch.apply(model, variant=variant, emulate=True)
+
+
+def _quantised(patch: sagepatch.Patch) -> int:
+    return sum(layer.record.by_variant.get("emulated.sage2_8", 0) for layer in patch.layers)
+
+
+# What is left alone
+
+
+def test_flash_attention_is_left() -> None:
+    model, _ = tiny_llama()
+    model.config._attn_implementation_internal = "flash_attention_2"
+    left = find(model, "lm").left
+    assert [layer.name for layer in left] == [f"lm.model.layers.{i}.self_attn" for i in range(3)]
+    assert "set_attn_implementation('sdpa')" in left[0].reason
+
+
+def test_a_model_that_always_gives_maps_is_left() -> None:
+    model, _ = tiny_bert()
+    model.set_attn_implementation("eager")
+    model.config.output_attentions = True
+    with pytest.raises(NothingPatched, match="output_attentions"):
+        sagepatch.apply(model)
+
+
+def test_an_indexed_mask_is_left() -> None:
+    model, inputs = tiny_deepseek_v32()
+    plain = first_output(model, inputs)
+    with pytest.raises(NothingPatched, match="sparse"):
+        sagepatch.apply(model)
+    assert torch.equal(first_output(model, inputs), plain)
+
+
+INDEXED = {
+    "axk2": "AXK2Attention",
+    "deepseek_v32": "DeepseekV32Attention",
+    "dots3_note": "Dots3NoteTextAttention",
+    "glm5_next": "Glm5NextTextAttention",
+    "glm_moe_dsa": "GlmMoeDsaAttention",
+    "hy_v4": "HYV4Attention",
+    "hy_v4_vl": "HYV4VLAttention",
+    "minimax_m3_vl": "MiniMaxM3VLAttention",
+    "mistral_large4": "MistralLarge4TextAttention",
+}
+
+
+@pytest.mark.parametrize("family", INDEXED)
+def test_families_that_branch_on_names_are_recognised(family: str) -> None:
+    name = f"transformers.models.{family}.modeling_{family}"
+    module = pytest.importorskip(name, reason="this transformers is older than the family")
+    assert compares_implementation(getattr(module, INDEXED[family]))
+
+
+def test_usual_families_are_not() -> None:
+    for family in ("llama", "bert", "t5", "gpt_oss", "qwen25_vl_vision"):
+        model, _ = PATCHABLE[family]()
+        assert not find(model, "").left
+
+
+# Names and masks
+
+
+def test_both_registries_are_filled_in_one_step() -> None:
+    # case 41
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    register()
+    ours = {name for name in AttentionInterface._global_mapping if "sagepatch" in name}
+    masks = {name for name in AttentionMaskInterface._global_mapping if "sagepatch" in name}
+    assert ours == masks == {"sagepatch", "sagepatch_masked", "sagepatch_eager"}
+    assert AttentionMaskInterface._global_mapping["sdpa"] is not None
+    assert not any(word in name for name in ours for word in ("sdpa", "flash", "flex", "/", "|"))
+
+
+def test_nothing_of_torch_or_transformers_changes() -> None:
+    # case 32
+    from transformers import AttentionInterface, LlamaForCausalLM
+
+    model, inputs = tiny_llama()
+    sdpa, forward = F.scaled_dot_product_attention, LlamaForCausalLM.forward
+    known = {k: v for k, v in AttentionInterface._global_mapping.items() if "sagepatch" not in k}
+    clip, clip_inputs = tiny_clip()
+    plain = first_output(clip, clip_inputs)
+    _patch(model)
+    seen: list[Tensor] = []
+    model.model.layers[1].register_forward_hook(
+        lambda *_: seen.append(first_output(clip, clip_inputs))
+    )
+    first_output(model, inputs)
+    assert torch.equal(seen[0], plain)
+    assert F.scaled_dot_product_attention is sdpa
+    assert LlamaForCausalLM.forward is forward
+    assert {k: AttentionInterface._global_mapping[k] for k in known} == known
+
+
+# Other models
+
+
+def test_other_models_are_not_touched() -> None:
+    # case 34
+    first, inputs = tiny_llama()
+    second, _ = tiny_llama()
+    plain = first_output(second, inputs)
+    patch = _patch(first)
+    third, _ = tiny_llama()
+    assert torch.equal(first_output(second, inputs), plain)
+    assert torch.equal(first_output(third, inputs), plain)
+    assert second.config._attn_implementation == "sdpa"
+    assert patch.layers[0].record.calls == 0
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_two_models_with_one_config(implementation: str) -> None:
+    # case 34: the second model's modules carry no handle, so they run what they ran before
+    first, inputs = tiny_llama(attn_implementation=implementation)
+    second = type(first)(first.config).eval()
+    second.load_state_dict(first.state_dict())
+    second.config = second.model.config = first.config
+    for layer in second.model.layers:
+        layer.self_attn.config = first.config
+    plain = first_output(second, inputs)
+    patch = _patch(first)
+    assert torch.equal(first_output(second, inputs), plain)
+    assert _quantised(patch) == 0
+    other = _patch(second)
+    patch.restore()
+    assert not torch.equal(first_output(second, inputs), plain)
+    assert torch.equal(first_output(first, inputs), plain)
+    other.restore()
+    assert first.config._attn_implementation == implementation
+    assert torch.equal(first_output(second, inputs), plain)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_deep_copy_is_unpatched(implementation: str) -> None:
+    # case 40
+    model, inputs = tiny_llama(attn_implementation=implementation)
+    plain = first_output(model, inputs)
+    patch = _patch(model)
+    twin = copy.deepcopy(model)
+    assert torch.equal(first_output(twin, inputs), plain)
+    assert _quantised(patch) == 0
+    with torch.no_grad():
+        twin.lm_head.weight.mul_(2)
+    assert torch.equal(first_output(twin, inputs), 2 * plain)
+    patch.restore()
+    assert torch.equal(first_output(model, inputs), plain)
+    # The copy can be patched on its own, and comes back to what the first model ran.
+    with _patch(twin) as own:
+        first_output(twin, inputs)
+        assert _quantised(own) == 3
+    assert twin.config._attn_implementation == implementation
+
+
+def test_a_model_from_a_patched_config_is_unpatched() -> None:
+    model, inputs = tiny_llama()
+    plain = first_output(model, inputs)
+    patch = _patch(model)
+    twin = type(model)(model.config).eval()
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(first_output(twin, inputs), plain)
+    assert _quantised(patch) == 0
+
+
+def test_a_pickle_in_this_process_is_unpatched() -> None:
+    # case 40
+    model, inputs = tiny_bert()
+    plain = first_output(model, inputs)
+    patch = _patch(model)
+    twin = pickle.loads(pickle.dumps(model))
+    assert torch.equal(first_output(twin, inputs), plain)
+    assert _quantised(patch) == 0
+
+
+def test_saved_files_are_those_of_the_model(tmp_path: Path) -> None:
+    # case 40
+    model, inputs = tiny_bert()
+    plain = first_output(model, inputs)
+    model.save_pretrained(tmp_path / "before")
+    _patch(model)
+    model.save_pretrained(tmp_path / "patched")
+    files = [path.name for path in (tmp_path / "before").iterdir()]
+    same, *_ = filecmp.cmpfiles(tmp_path / "before", tmp_path / "patched", files, shallow=False)
+    assert sorted(same) == sorted(files)
+    torch.save((inputs, plain), tmp_path / "expected.pt")
+    code = (
+        "import sys, torch; sys.modules['sagepatch'] = None\n"
+        "from transformers import AutoModel\n"
+        "model = AutoModel.from_pretrained(sys.argv[1] + '/patched').eval()\n"
+        "inputs, plain = torch.load(sys.argv[1] + '/expected.pt')\n"
+        "with torch.no_grad(): print(torch.equal(model(**inputs).last_hidden_state, plain))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert done.stdout.strip() == "True"
+
+
+# The way back
+
+
+def test_patching_twice_and_restoring_once() -> None:
+    # case 33
+    model, inputs = tiny_llama()
+    plain = first_output(model, inputs)
+    first = _patch(model)
+    second = _patch(model)
+    first_output(model, inputs)
+    assert (_quantised(first), _quantised(second)) == (0, 3)
+    sagepatch.restore(model)
+    assert torch.equal(first_output(model, inputs), plain)
+    second.restore()
+    first.restore()
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_an_error_in_the_middle_of_a_forward() -> None:
+    # case 33
+    model, inputs = tiny_llama()
+    plain = first_output(model, inputs)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("as if the GPU were full")
+
+    hook = model.model.layers[1].register_forward_hook(fail)
+    with pytest.raises(MemoryError), _patch(model):
+        first_output(model, inputs)
+    hook.remove()
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(first_output(model, inputs), plain)
+
+
+def test_a_newer_choice_of_the_user_stays() -> None:
+    # case 36
+    model, inputs = tiny_llama()
+    patch = _patch(model)
+    model.set_attn_implementation("eager")
+    first_output(model, inputs)
+    assert _quantised(patch) == 0
+    assert {swap.replaced_by() for swap in patch._swaps} == {"eager"}
+    patch.restore()
+    assert model.config._attn_implementation == "eager"
+    with _patch(model) as again:
+        first_output(model, inputs)
+        assert _quantised(again) == 3
+    assert model.config._attn_implementation == "eager"
+
+
+def test_under_accelerate_hooks() -> None:
+    model, inputs = tiny_llama()
+    plain = first_output(model, inputs)
+    patch = _patch(model)
+    for module in list(model.modules()):
+        add_hook_to_module(module, ModelHook())
+    first_output(model, inputs)
+    assert _quantised(patch) == 3
+    patch.restore()
+    assert torch.equal(first_output(model, inputs), plain)
+    remove_hook_from_module(model, recurse=True)
+    assert torch.equal(first_output(model, inputs), plain)
+
+
+# Attention maps
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("build", [tiny_bert, tiny_llama, tiny_t5, tiny_whisper, tiny_gpt2])
+def test_a_call_that_wants_maps_gets_them(build: Any, implementation: str) -> None:
+    # case 45
+    model, inputs = build()
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        maps = model(**inputs, output_attentions=True)
+    model.set_attn_implementation(implementation)
+    patch = _patch(model)
+    with torch.no_grad():
+        out = model(**inputs, output_attentions=True)
+    compared = 0
+    for kind in ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions"):
+        for ours, theirs in zip(getattr(out, kind, ()), getattr(maps, kind, ()), strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-5)
+            compared += 1
+    assert compared == len(patch.layers)
+    assert all(layer.record.notes == [MAP_WANTED] for layer in patch.layers)
+    first_output(model, inputs)
+    assert all(layer.record.fallbacks == {MAP_WANTED: 1} for layer in patch.layers)
+    assert _quantised(patch) == len(patch.layers)
+
+
+# Training
+
+
+def _gradients(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    model.zero_grad()
+    out = model(**inputs)
+    out[0].float().square().mean().backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "t5", "gemma2", "gpt_oss", "whisper"])
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_gradients_are_the_model_s_own(family: str, mode: str) -> None:
+    # case 46
+    model, inputs = PATCHABLE[family]()
+    model.train(mode == "train")
+    plain = _gradients(model, inputs)
+    patch = _patch(model)
+    ours = _gradients(model, inputs)
+    assert ours.keys() == plain.keys()
+    assert all(torch.equal(ours[name], plain[name]) for name in plain)
+    reasons = {reason for layer in patch.layers for reason in layer.record.fallbacks}
+    assert reasons <= {TRAINING, DROPOUT}
+    assert _quantised(patch) == 0
+
+
+def test_lora_learns_as_unpatched() -> None:
+    # case 46
+    from peft import LoraConfig, get_peft_model
+
+    model, inputs = tiny_llama()
+    torch.manual_seed(4)
+    model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], r=2))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    plain = _gradients(model, inputs)
+    patch = _patch(model)
+    ours = _gradients(model, inputs)
+    assert any("q_proj.lora_A" in name for name in ours)
+    assert all(torch.equal(ours[name], plain[name]) for name in plain)
+    first_output(model, inputs)
+    assert _quantised(patch) == 3
+
+
+def test_dropout_is_the_model_s_own() -> None:
+    model, inputs = tiny_bert()
+    model.train()
+    patch = _patch(model)
+    with torch.no_grad():
+        model(**inputs)
+    assert all(layer.record.fallbacks == {DROPOUT: 1} for layer in patch.layers)
+
+
+# Threads
+
+
+def test_threads_do_not_mix() -> None:
+    # case 50
+    model, _ = tiny_llama()
+    _patch(model)
+    other, inputs = tiny_bert()
+    prompts = [{"input_ids": ids(1, 9 + i, seed=i)} for i in range(8)]
+    alone = [first_output(model, prompt) for prompt in prompts]
+    wrong: list[int] = []
+
+    def work(i: int) -> None:
+        for _ in range(5):
+            if not torch.equal(first_output(model, prompts[i]), alone[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for _ in range(5):
+        with _patch(other):
+            first_output(other, inputs)
+    for thread in threads:
+        thread.join()
+    assert not wrong
