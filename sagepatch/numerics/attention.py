@@ -10,8 +10,8 @@ from torch import Tensor
 from sagepatch.numerics import quantize
 from sagepatch.numerics.exact import exact, joined, members, no_autocast
 from sagepatch.numerics.masks import merged_mask, out_of_sight
-from sagepatch.numerics.prepass import FLOAT8, LOG2E, Operands, prepare
-from sagepatch.numerics.recipe import MMA_K, Recipe
+from sagepatch.numerics.prepass import LOG2E, Operands, prepare
+from sagepatch.numerics.recipe import CODE_DTYPE, MMA_K, Recipe
 from sagepatch.spec import Call
 
 __all__ = ["emulate", "exact", "merged_mask"]
@@ -154,7 +154,7 @@ def _quantised_p(p: Tensor, recipe: Recipe) -> Tensor:
         return quantize.round_to(p, torch.float16)
     if recipe.pv == "int8":
         return torch.mul(p, recipe.p_range).round_()
-    return quantize.round_to(p * recipe.p_range, FLOAT8[recipe.pv])
+    return quantize.round_to(p * recipe.p_range, CODE_DTYPE[recipe.pv])
 
 
 def _accumulate(acc: Tensor, codes: Tensor, values: Tensor, recipe: Recipe) -> None:
@@ -187,19 +187,20 @@ def _finished(
     """Normalise: acc [B, Hq, rows, Dv], total and m [B, Hq, rows, 1] after the last tile."""
     Hq = acc.shape[1]
     group = Hq // operands.v_scale.shape[1]
-    out = acc / recipe.p_range * operands.v_scale.repeat_interleave(group, 1)
     denominator = total
     if call.sinks is not None:
         sink = call.sinks.float().view(1, Hq, 1, 1) * LOG2E
         top = torch.maximum(m, sink)
         base = top.masked_fill(top == -torch.inf, 0.0)
         decay = torch.exp2(m - base)
-        out, total, m = out * decay, total * decay, top
+        acc, total, m = acc * decay, total * decay, top
         denominator = total + torch.exp2(sink - base)
     empty = denominator == 0
     safe = denominator.masked_fill(empty, 1.0)
     # A select, not a product: a row that sees nothing gives 0 even where V holds NaN.
-    out = (out / safe).masked_fill(empty, 0.0)
+    # V's scale comes last: a sum of many large values may not fit before it is an average.
+    out = acc / (recipe.p_range * safe) * operands.v_scale.repeat_interleave(group, 1)
+    out = out.masked_fill(empty, 0.0)
     if operands.v_mean is not None:
         weight = (total / safe).masked_fill(empty, 0.0)
         out = out + weight * operands.v_mean.repeat_interleave(group, 1)

@@ -29,7 +29,7 @@ def exact(call: Call, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tenso
     if call.packed:
         return joined([exact(member, dtype) for member in members(call)])
     B, Hq, Sq, _ = call.q.shape
-    k, v = call.k.to(dtype), call.v.to(dtype)
+    k, v = call.k.to(dtype).contiguous(), call.v.to(dtype).contiguous()
     seen = seen_keys(call)
     if seen is not None:
         keep = seen[:, None, :, None]
@@ -94,13 +94,17 @@ def _rows(
     if scores.shape[3] == 0:
         lse = q.new_full((B, Hq, Sq), -torch.inf)
         return q.new_zeros(B, Hq, Sq, Dv), lse if dtype == torch.float64 else lse.float()
-    lse = torch.logsumexp(scores, 3)
-    sees = lse != -torch.inf
-    # A select, not a product: exp(-inf - -inf) is NaN and 0 * NaN would keep it.
-    weights = torch.exp(scores - torch.where(sees, lse, 0.0).unsqueeze(3))
-    weights = weights[..., :Skv].reshape(B, Hkv, stacked, Skv)
+    m = scores.detach().amax(3, keepdim=True)
+    m = m.masked_fill(m == -torch.inf, 0.0)
+    weights = torch.exp(scores - m)
+    total = weights.sum(3, keepdim=True)
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    weights = (weights / total)[..., :Skv].reshape(B, Hkv, stacked, Skv)
     out = (weights @ v).view(B, Hq, Sq, Dv)
-    return out, lse if dtype == torch.float64 else lse.float()
+    lse = (m + torch.log(total)).masked_fill(empty, -torch.inf).squeeze(3)
+    # A select, not a product: a row that sees nothing gives 0 even where V holds NaN.
+    return out.masked_fill(empty, 0.0), lse if dtype == torch.float64 else lse.float()
 
 
 def _biased(scores: Tensor, mask: Tensor) -> Tensor:

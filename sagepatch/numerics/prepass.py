@@ -12,11 +12,10 @@ from torch import Tensor
 
 from sagepatch.numerics import quantize, smooth
 from sagepatch.numerics.masks import seen_keys
-from sagepatch.numerics.recipe import Recipe
+from sagepatch.numerics.recipe import CODE_DTYPE, Recipe
 from sagepatch.spec import Call
 
 LOG2E = math.log2(math.e)
-FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 # Beyond these scales a product of scores leaves fp32; a softmax is one-hot there anyway.
 MOST_Q_SCALE, MOST_K_SCALE = 1e16, 1e15
 
@@ -43,7 +42,8 @@ class Operands:
 
 def prepare(call: Call, recipe: Recipe) -> Operands:
     """Quantise the tensors of a call that is not packed; all arithmetic in fp32."""
-    q, k, v = call.q.float(), call.k.float(), call.v.float()
+    # Sums over memory of any order would differ in their last bits.
+    q, k, v = (t.float().contiguous() for t in (call.q, call.k, call.v))
     factor = call.scale * LOG2E
     seen = seen_keys(call)
     keep = None if seen is None else seen[:, None, :, None]
@@ -92,4 +92,4 @@ def _quantised_v(v: Tensor, recipe: Recipe) -> quantize.Quantised:
         return quantize.to_integer_per_channel(v, int(recipe.v_range))
     if recipe.pv == "fp16":
         return quantize.to_float16_per_channel(v, recipe.v_range)
-    return quantize.to_float8_per_channel(v, recipe.v_range, FLOAT8[recipe.pv])
+    return quantize.to_float8_per_channel(v, recipe.v_range, CODE_DTYPE[recipe.pv])

@@ -28,6 +28,12 @@ INT4_MAX = 7
 # Keys that one tensor-core instruction sums: k of mma.m16n8k32 (8-bit operands) and of mma.m16n8k16
 # (16-bit).
 MMA_K = {"e4m3": 32, "e5m2": 32, "int8": 32, "fp16": 16}
+CODE_DTYPE = {
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+    "fp16": torch.float16,
+}
 LARGEST_CODE = {
     "e4m3": E4M3_MAX,
     "e5m2": torch.finfo(torch.float8_e5m2).max,
@@ -71,6 +77,11 @@ class Recipe:
             raise InvalidArgument(
                 f"recipe {self.name}: depth goes with an FP16 accumulator and only with one"
             )
+        if min(self.q_block, self.k_block, 1 if self.depth is None else self.depth) < 1:
+            raise InvalidArgument(
+                f"recipe {self.name}: q_block {self.q_block}, k_block {self.k_block} and depth "
+                f"{self.depth} must be at least 1"
+            )
         most = LARGEST_CODE[self.pv]
         if max(self.p_range, self.v_range) > most:
             raise InvalidArgument(
@@ -87,12 +98,13 @@ class Recipe:
                     f"recipe {self.name}: a tile of {self.k_block} keys is no multiple of the "
                     f"{self.keys_per_flush} keys between two flushes; change k_block or depth"
                 )
-            bound = self.keys_per_flush * self.p_range * self.v_range
+            largest_p, largest_v = (_largest_code(r, self.pv) for r in (self.p_range, self.v_range))
+            bound = self.keys_per_flush * largest_p * largest_v
             if bound > FP16_MAX:
                 raise InvalidArgument(
-                    f"recipe {self.name}: {self.keys_per_flush} keys x P_r {self.p_range:g} "
-                    f"x V_r {self.v_range:g} = {bound:g} can overflow an FP16 accumulator "
-                    f"(at most {FP16_MAX:g})"
+                    f"recipe {self.name}: {self.keys_per_flush} keys x P_r {largest_p:g} "
+                    f"x V_r {largest_v:g} = {bound:g} can overflow an FP16 accumulator "
+                    f"(at most {FP16_MAX:g}); lower one of them or the depth"
                 )
 
     @property
@@ -108,6 +120,12 @@ class Recipe:
     def qk_max(self) -> int:
         """Largest code of Q and K: 127 or 7, symmetric, never -128."""
         return INT4_MAX if self.qk_bits == 4 else INT8_MAX
+
+
+def _largest_code(limit: float, pv: PvFormat) -> float:
+    """What a value scaled to `limit` can become: rounding to the format may go up."""
+    rounded = torch.tensor(limit).to(CODE_DTYPE[pv]).item()
+    return max(limit, float(rounded))
 
 
 def largest_fp16_v_range(depth: int, p_range: float, keys_per_mma: int) -> float:

@@ -30,6 +30,24 @@ def test_the_bound_of_an_fp16_accumulator_is_exact(depth: int) -> None:
         replace(fits, v_range=v_range * 1.001)
 
 
+def test_a_range_that_rounds_up_counts_rounded() -> None:
+    """4.8 becomes the E4M3 code 5: 64 x 213 x 5 overflows though 64 x 213 x 4.8 does not."""
+    assert 64 * 213 * 4.8 < FP16_MAX < 64 * 213 * 5
+    with pytest.raises(InvalidArgument, match="V_r 5 "):
+        replace(SAGE2PP_8, p_range=213.0, v_range=4.8)
+
+
+def test_what_no_kernel_could_do_does_not_construct() -> None:
+    with pytest.raises(InvalidArgument, match="limited to 448"):
+        replace(SAGE2_8, p_range=449.0)
+    with pytest.raises(InvalidArgument, match="limited to 127"):
+        replace(RECIPES["sage1_vt"], v_range=128.0)
+    with pytest.raises(InvalidArgument, match="INT32"):
+        replace(RECIPES["sage1_vt"], accumulate="fp32")
+    with pytest.raises(InvalidArgument, match="no multiple of the 64 keys"):
+        replace(SAGE2PP_8, k_block=96)
+
+
 def test_no_recipe_can_overflow() -> None:
     for recipe in RECIPES.values():
         if recipe.depth is not None:
