@@ -1,7 +1,7 @@
 """Times every attention of this project against torch's and SageAttention 1.0.6 on this GPU, whole
 call, bf16 in and out, in one run, and writes benchmarks/h200_attention.csv.
 
-    python benchmarks/h200_attention.py --out benchmarks/h200_attention.csv [--rounds 3] [--seconds N]
+    python benchmarks/h200_attention.py --out benchmarks/h200_attention.csv [--rounds 3]
 
 Peers of one shape run interleaved, in random order, `--rounds` times; a time is the median of all
 rounds. A variant is timed only after its result agreed with exact attention. SageAttention is used
@@ -23,23 +23,48 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-import sagepatch
 import torch
 import torch.nn.functional as F
 import triton
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import sagepatch
 from sagepatch.backends import load, unusable
 from sagepatch.backends.catalogue import CATALOGUE
 from sagepatch.backends.triton import prepass
 from sagepatch.numerics.attention import exact
 from sagepatch.numerics.metrics import compare
 from sagepatch.spec import Call
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-COLUMNS = (
-    "shape,variant,b,hq,hkv,sq,skv,d,causal,mask,dtype,ms_median,ms_p20,ms_p80,tflops,prepass_ms,"
-    "cos,rel_l1,gpu,driver,cuda,torch,triton,sagepatch,commit,command"
-).split(",")
+COLUMNS = [
+    "shape",
+    "variant",
+    "b",
+    "hq",
+    "hkv",
+    "sq",
+    "skv",
+    "d",
+    "causal",
+    "mask",
+    "dtype",
+    "ms_median",
+    "ms_p20",
+    "ms_p80",
+    "tflops",
+    "prepass_ms",
+    "cos",
+    "rel_l1",
+    "gpu",
+    "driver",
+    "cuda",
+    "torch",
+    "triton",
+    "sagepatch",
+    "commit",
+    "command",
+]
 
 
 @dataclass(frozen=True, slots=True)

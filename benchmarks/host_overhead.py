@@ -10,8 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import sagepatch
 import torch
+
+import sagepatch
 from sagepatch.backends.triton import attention, prepass
 from sagepatch.numerics.recipe import RECIPES
 from sagepatch.spec import Call
@@ -20,7 +21,7 @@ CALLS = 300
 
 
 def microseconds(run: Callable[[], object]) -> float:
-    """Host time of one call, the best of five rounds, which leaves out what else the machine did."""
+    """Host time of one call, the best of five rounds: without what else the machine did."""
     for _ in range(20):
         run()
     best = float("inf")
@@ -59,7 +60,8 @@ def main() -> None:
     print(f"sagepatch.attention {whole:.1f} us, attention.run {backend:.1f} us")
     print("launches", [f"{us:.1f}" for us in launches], f"sum {sum(launches):.1f} us")
     print(
-        f"beyond the launches {whole - sum(launches):.1f} us, backend alone {backend - sum(launches):.1f} us"
+        f"beyond the launches {whole - sum(launches):.1f} us, "
+        f"backend alone {backend - sum(launches):.1f} us"
     )
 
 

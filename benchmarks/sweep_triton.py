@@ -18,6 +18,7 @@ from multiprocessing import get_context
 
 import torch
 import triton
+
 from sagepatch.backends.triton import attention
 from sagepatch.backends.triton.masks import live_tiles
 from sagepatch.backends.triton.prepass import prepare

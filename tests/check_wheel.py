@@ -1,4 +1,4 @@
-"""Run against an installed wheel, outside the checkout: everything that is no Python file came along."""
+"""Run against an installed wheel, outside the checkout: every file of the package came along."""
 
 from __future__ import annotations
 

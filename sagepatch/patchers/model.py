@@ -107,7 +107,8 @@ def _denoises(name: str, part: nn.Module) -> bool:
 
 def _geometry(module: nn.Module) -> dict[str, Any]:
     config = getattr(module, "config", None)
-    values = config.to_dict() if hasattr(config, "to_dict") else dict(config or {})
+    to_dict = getattr(config, "to_dict", None)
+    values = dict(config or {}) if to_dict is None else to_dict()
     return {
         key: value
         for key, value in values.items()

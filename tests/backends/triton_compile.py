@@ -8,14 +8,15 @@ import math
 from typing import Any
 
 import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
 from sagepatch.backends.triton.attention import attention
 from sagepatch.backends.triton.exact import exact_where
 from sagepatch.backends.triton.masks import _list_key_tiles, _list_tiles
 from sagepatch.backends.triton.prepass import V_ROWS, _quantise, _stats
 from sagepatch.backends.triton.tiles import PAD, Tile, pieces
 from sagepatch.numerics.recipe import Recipe
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 V_TYPE = {"fp16": "*fp16", "int8": "*i8", "e4m3": "*fp8e4nv"}
 # Bytes of shared memory that one block may have.

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 import triton
+from torch import Tensor
+
 from sagepatch.backends.catalogue import BY_NAME
 from sagepatch.backends.triton import attention
 from sagepatch.numerics.attention import emulate
 from sagepatch.numerics.metrics import compare
 from sagepatch.numerics.recipe import Recipe
 from sagepatch.spec import Call
-from torch import Tensor
 
 ON_GPU = torch.cuda.is_available()
 INTERPRETED = bool(triton.knobs.runtime.interpret)

@@ -6,6 +6,7 @@ tensors of any strides. No attention in here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -612,7 +613,8 @@ def _chunks(groups: int, kv_len: int) -> int:
     """Parts that the keys of one head are summed in; a pure function, so that sums repeat."""
     wanted = -(-STATS_PROGRAMS // groups)
     useful = -(-kv_len // STATS_ROWS)
-    return min(triton.next_power_of_2(max(1, min(wanted, useful))), MOST_CHUNKS)
+    rounded: int = triton.next_power_of_2(max(1, min(wanted, useful)))
+    return min(rounded, MOST_CHUNKS)
 
 
 def prepare(
@@ -637,7 +639,7 @@ def prepare(
     q_blocks = Sq // q_rows + members if packed else -(-Sq // q_rows)
     k_blocks, v_blocks = skv_pad // k_rows, skv_pad // V_ROWS
     shift = call.return_lse or call.softcap is not None or call.sinks is not None
-    f32 = {"dtype": torch.float32, "device": q.device}
+    f32: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
     k_sum = torch.empty((groups * chunks, DP2), **f32)
     k_count = torch.empty((groups * chunks,), **f32)
     v_peak = torch.empty((groups * chunks, DVP2), dtype=torch.int32, device=q.device)
