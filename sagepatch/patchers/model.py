@@ -44,6 +44,8 @@ def parts_of(model: Any, components: Sequence[str] | None, *, every: bool = Fals
     """The parts of `model` to patch: the denoisers of a pipeline, or those named, or all with
     `every`.
     """
+    if isinstance(model, nn.Module):
+        model = _uncompiled(model)
     label = type(model).__name__
     if isinstance(model, nn.Module):
         if components is not None:
@@ -52,7 +54,9 @@ def parts_of(model: Any, components: Sequence[str] | None, *, every: bool = Fals
     owned = getattr(model, "components", None)
     if not isinstance(owned, dict):
         raise ModelError(f"cannot patch {label}: needs a diffusers pipeline or an nn.Module")
-    modules = {name: part for name, part in owned.items() if isinstance(part, nn.Module)}
+    modules = {
+        name: _uncompiled(part) for name, part in owned.items() if isinstance(part, nn.Module)
+    }
     if every:
         return Parts(label, modules)
     if components is None:
@@ -95,6 +99,11 @@ def fingerprint(parts: Parts, found: Found) -> str:
     layers = sorted((site.name, site.kind) for site in found.sites)
     text = json.dumps([facts, layers], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _uncompiled(module: nn.Module) -> nn.Module:
+    """The module inside `torch.compile`'s wrapper: names and fingerprints are the same without."""
+    return module._modules.get("_orig_mod") or module
 
 
 def _denoises(name: str, part: nn.Module) -> bool:

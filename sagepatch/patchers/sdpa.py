@@ -133,9 +133,14 @@ def find(model: nn.Module, prefix: str) -> Found:
 
 
 def named_modules(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of `model` with their full path: prefix, a dot, the path inside the model."""
+    """The modules of `model` with their full path: prefix, a dot, the path inside the model.
+
+    `torch.compile`'s wrapper is no part of a name, so a plan fits a model compiled or not.
+    """
     for name, module in model.named_modules():
-        yield ".".join(filter(None, (prefix, name))), module
+        if "_orig_mod" not in module._modules:
+            steps = (step for step in name.split(".") if step != "_orig_mod")
+            yield ".".join(filter(None, (prefix, *steps))), module
 
 
 def _why_left(module: nn.Module) -> str | None:

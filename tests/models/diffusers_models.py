@@ -7,10 +7,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from models.diffusers_pipelines import tiny_flux_pipeline, tiny_sdxl_pipeline, tiny_wan_pipeline
+from models.diffusers_pipelines import tiny_flux_pipeline as tiny_flux_pipeline
+from models.diffusers_pipelines import tiny_sdxl_pipeline as tiny_sdxl_pipeline
+from models.diffusers_pipelines import tiny_wan_pipeline as tiny_wan_pipeline
 from torch import Tensor, nn
-
-__all__ = ["tiny_flux_pipeline", "tiny_sdxl_pipeline", "tiny_wan_pipeline"]
 
 Inputs = dict[str, Any]
 

@@ -117,3 +117,19 @@ def test_hooks_of_offloading_and_casting(manner: str, order: str) -> None:
         for block in model.transformer_blocks:
             remove_hook_from_module(block.attn)
         torch.testing.assert_close(forward(model, inputs), reference)
+
+
+def test_compiled_wrappers_are_no_part_of_names_or_fingerprint() -> None:
+    pipe = tiny_flux_pipeline()
+    with sagepatch.apply(pipe, variant="emulated.sage2_8", emulate=True) as patch:
+        plan, names = patch.plan(), [layer.name for layer in patch.layers]
+    pipe.transformer.transformer_blocks[0] = torch.compile(
+        pipe.transformer.transformer_blocks[0], backend="eager"
+    )
+    pipe.transformer = torch.compile(pipe.transformer, backend="eager")
+    reference = picture(pipe, CALLS["flux"][2])
+    with sagepatch.apply(pipe, plan=plan) as patch:
+        assert [layer.name for layer in patch.layers] == names
+        picture(pipe, CALLS["flux"][2])
+        assert all(layer.record.by_variant["emulated.sage2_8"] == 2 for layer in patch.layers)
+    assert np.array_equal(picture(pipe, CALLS["flux"][2]), reference)
