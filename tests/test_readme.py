@@ -1,17 +1,28 @@
-"""The README's code blocks run as they stand, hub ids replaced by tiny models of those classes."""
+"""The code blocks of the README and of the quick start run as they stand, hub ids replaced by tiny
+models of those classes; commands and numbers in them are real.
+"""
 
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 from models import saved
 
+from sagepatch import cli
+from sagepatch.errors import MachineError
+
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
-PYTHON = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+QUICK_START = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+BLOCKS = [
+    pytest.param(code, id=f"{name}-{number}")
+    for name, text in (("readme", TEXT), ("quickstart", QUICK_START))
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL), 1)
+]
 SHELL = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
 
 
@@ -22,10 +33,9 @@ def test_two_commands_do_all_the_set_up() -> None:
     ]
 
 
-@pytest.mark.parametrize("index", range(len(PYTHON)))
-def test_code_blocks(index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("code", BLOCKS)
+def test_code_blocks(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    code = PYTHON[index]
     if "FLUX" in code:
         model = saved.save_tiny_flux(tmp_path / "flux")
         code = code.replace("black-forest-labs/FLUX.1-schnell", str(model))
@@ -37,9 +47,28 @@ def test_code_blocks(index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        exec(compile(code, f"README block {index}", "exec"), {"__name__": "readme"})
+        exec(compile(code, "code block", "exec"), {"__name__": "readme"})
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "line", re.findall(r"^sagepatch (.*)$", TEXT, re.MULTILINE), ids=lambda line: line.split()[0]
+)
+def test_commands_take_these_options(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsed to the end by the real command line; the work itself is left out."""
+    words = shlex.split(line, comments=True)
+    reached = []
+
+    def stop(*given: object, **named: object) -> None:
+        reached.append(given)
+        raise MachineError("as far as this test goes")
+
+    for command in (cli.run, cli.inspect, cli.calibrate):
+        monkeypatch.setattr(command, "resolve", stop)
+    monkeypatch.setattr(cli.explain, "read_spec", stop)
+    assert cli.run_command(words) == 3
+    assert len(reached) == 1
 
 
 def test_links_and_pictures_exist() -> None:

@@ -83,10 +83,8 @@ def prepare(loaded: Any, job: Job) -> None:
 def generate(loaded: Any, job: Job, step: Step) -> Made:
     """Run one generation from the job's seed; the same job gives the same result."""
     started = time.perf_counter()
-    if isinstance(loaded, LanguageModel):
-        made = _write(loaded, job, step)
-    else:
-        made = _draw(loaded, job, step)
+    write_or_draw = _write if isinstance(loaded, LanguageModel) else _draw
+    made = write_or_draw(loaded, job, step)
     return replace(made, seconds=time.perf_counter() - started)
 
 

@@ -17,7 +17,7 @@ from sagepatch.report.render_json import load
 def report(
     saved: Annotated[Path, typer.Argument(help="What `sagepatch run --report x.json` wrote.")],
     out_file: Annotated[
-        Path | None, typer.Option("--out", help="Write it as .html, .png or .json instead.")
+        Path | None, typer.Option("--out", "--to", help="Write it as .html, .png or .json instead.")
     ] = None,
     layer: Annotated[str | None, typer.Option(help="Everything about one layer.")] = None,
 ) -> None:

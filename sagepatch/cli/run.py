@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from sagepatch.api import Patch, apply, calibrate
@@ -131,11 +134,26 @@ def run(
     outcome = Outcome()
     try:
         both = source.is_demo if compare is None else compare
-        (compared if both else single)(loaded, job, choice, outcome)
+        with one_thread(source.is_demo and where.device.type == "cpu"):
+            (compared if both else single)(loaded, job, choice, outcome)
     finally:
         if outcome.runs:
             keep(outcome, source, loaded, out_file)
     show(outcome, report)
+
+
+@contextmanager
+def one_thread(wanted: bool) -> Iterator[None]:
+    """The demo's tensors are so small that threads cost more than they bring, most of all on a
+    busy machine, where they wait for each other.
+    """
+    before = torch.get_num_threads()
+    if wanted:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def single(loaded: Any, job: Job, choice: Choice, outcome: Outcome) -> None:
