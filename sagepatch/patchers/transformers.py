@@ -78,13 +78,31 @@ class Switch:
             self.previous = named
             # The private attribute: the public setter also overwrites every nested config.
             ours = self.over_sdpa if named == "sdpa" else OVER_EAGER
-            self.config._attn_implementation_internal = ours
+            self.config._attn_implementation_internal = _Name(ours, named)
 
     def off(self, user: int) -> None:
         """Name what was before, once nobody needs ours and unless something newer is named."""
         self.users.discard(user)
         if not self.users and self.config._attn_implementation in PREVIOUS:
             self.config._attn_implementation_internal = self.previous
+
+
+class _Name(str):
+    """The name of ours in a config; copies and pickles of it are the name that was there before."""
+
+    __slots__ = ("previous",)
+    previous: str | None
+
+    def __new__(cls, ours: str, previous: str | None) -> _Name:
+        name = super().__new__(cls, ours)
+        name.previous = previous
+        return name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> str | None:
+        return self.previous
+
+    def __reduce__(self) -> Any:
+        return (str, (self.previous,)) if self.previous is not None else (type(None), ())
 
 
 # By id, as configs cannot be hashed; a switch keeps its config alive, so an id stays its own.
