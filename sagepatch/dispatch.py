@@ -138,5 +138,7 @@ def _reasons(
     if variant.toolchain == "emulated" and not (request.emulate or request.by_full_name):
         emulation = "emulation is for accuracy, not speed: ask with emulate=True or by full name"
         reasons = (*reasons, emulation)
+    if variant.withheld is not None and not request.by_full_name:
+        reasons = (*reasons, f"withheld, by full name only: {variant.withheld}")
     here = unusable(variant)
     return reasons if here is None else (*reasons, here)

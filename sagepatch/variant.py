@@ -59,6 +59,7 @@ class Variant:
     needs: tuple[str, ...] = ()  # importable packages that the code wants
     ran_on: frozenset[int] = field(default_factory=frozenset)
     numerics_version: int = 1
+    withheld: str | None = None  # why only a request by full name reaches this kernel
 
     @property
     def name(self) -> str:

@@ -100,3 +100,16 @@ def test_the_catalogue_is_sound() -> None:
         assert variant.name == f"{variant.toolchain}.{variant.recipe.name}"
         assert variant.ran_on <= (variant.archs or variant.ran_on)
         assert ":" in variant.entry
+
+
+def test_a_withheld_kernel_needs_its_full_name() -> None:
+    held = replace(PICKY, withheld="its tests failed")
+    assert select(HOPPER, Request(), fine, (held, SDPA)).variant is SDPA
+    with pytest.raises(VariantRefused, match="withheld, by full name only: its tests failed"):
+        select(HOPPER, Request("sage2_8"), fine, (held, SDPA))
+    assert select(HOPPER, Request("triton.sage2_8"), fine, (held, SDPA)).variant is held
+
+
+def test_no_kernel_that_has_not_passed_on_a_gpu_is_offered() -> None:
+    for variant in BY_NAME.values():
+        assert variant.devices != frozenset({"cuda"}) or variant.ran_on or variant.withheld

@@ -62,6 +62,9 @@ _TRITON_RECIPES = (
     "sage2_4_f16",
 )
 
+# Until every test passes on a GPU no plan, tier or "auto" may choose these kernels.
+_TRITON_WITHHELD = "its tests have not all passed on a GPU yet"
+
 TRITON = tuple(
     Variant(
         toolchain="triton",
@@ -75,6 +78,7 @@ TRITON = tuple(
         if RECIPES[name].pv == "fp16"
         else Tolerance(cosine=0.9995, rel_l1=0.025),
         needs=("triton",),
+        withheld=_TRITON_WITHHELD,
     )
     for name in _TRITON_RECIPES
 )
