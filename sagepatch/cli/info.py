@@ -64,11 +64,11 @@ def state(variant: Variant, machine: Machine) -> str:
     if variant.archs is not None and arch not in variant.archs:
         served = ", ".join(f"sm_{known}" for known in sorted(variant.archs))
         return f"not for sm_{arch}: made for {served}"
-    if variant.withheld is not None:
-        return f"withheld, by full name only: {variant.withheld}"
     why_not = unusable(variant)
     if why_not is not None:
         return why_not
+    if variant.withheld is not None:
+        return f"withheld, by full name only: {variant.withheld}"
     if arch not in variant.ran_on:
         return f"compiled for sm_{arch}, not yet run there by us"
     return "ready"
