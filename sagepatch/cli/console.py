@@ -106,7 +106,7 @@ def quiet_libraries() -> None:
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
 
-    hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    hub_logging.set_verbosity_error()
     for library in (diffusers_logging, transformers_logging):
         library.set_verbosity_error()
         library.disable_progress_bar()
