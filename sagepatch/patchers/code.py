@@ -4,9 +4,11 @@ itself or asks for an attention function by name. Runs nothing and knows no fram
 
 from __future__ import annotations
 
+import dis
 import inspect
 import types
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch.nn.functional as F
@@ -85,14 +87,24 @@ def _function(value: Any) -> types.FunctionType | None:
 
 def compares_implementation(owner: type) -> bool:
     """Whether a method of a class compares the configured attention name with "sdpa"."""
-    for base in owner.__mro__:
-        if base.__module__ != owner.__module__:
-            continue
-        for method in vars(base).values():
-            function = _function(method)
-            if function is None or "_attn_implementation" not in names_in(function.__code__):
-                continue
-            constants = function.__code__.co_consts
-            if any(c == "sdpa" or (isinstance(c, tuple) and "sdpa" in c) for c in constants):
-                return True
-    return False
+    return any(
+        function is not None
+        and "_attn_implementation" in names_in(function.__code__)
+        and _compares(function.__code__, "sdpa")
+        for base in owner.__mro__
+        if base.__module__ == owner.__module__
+        for function in map(_function, vars(base).values())
+    )
+
+
+def _compares(code: types.CodeType, text: str) -> bool:
+    return any(
+        instruction.opname == "LOAD_CONST"
+        and (instruction.argval == text or text in _members(instruction.argval))
+        and then.opname in ("COMPARE_OP", "CONTAINS_OP")
+        for instruction, then in pairwise(dis.get_instructions(code))
+    )
+
+
+def _members(value: object) -> tuple[object, ...]:
+    return value if isinstance(value, tuple) else ()

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 import sagepatch
 from sagepatch.errors import NothingPatched
 from sagepatch.patchers.code import compares_implementation
+from sagepatch.patchers.model import Parts, search
 from sagepatch.patchers.transformers import find
 from sagepatch.patchers.transformers_attention import register
 
@@ -92,6 +93,21 @@ def test_usual_families_are_not() -> None:
     for family in ("llama", "bert", "t5", "gpt_oss", "qwen25_vl_vision"):
         model, _ = PATCHABLE[family]()
         assert not find(model, "").left
+
+
+def test_a_mention_of_sdpa_is_no_comparison() -> None:
+    sam2 = pytest.importorskip("transformers.models.sam2.modeling_sam2")
+    assert not compares_implementation(sam2.Sam2Attention)
+
+
+def test_sam_calls_sdpa_itself_or_not_at_all() -> None:
+    from transformers import SamVisionConfig, SamVisionModel
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}
+    for implementation, found in (("sdpa", 1), ("eager", 0)):
+        config = SamVisionConfig(**sizes, attn_implementation=implementation)
+        both = search(Parts("", {"": SamVisionModel(config)}))
+        assert (len(both.sites), len(both.left)) == (found, 1 - found)
 
 
 # Names and masks
@@ -303,6 +319,19 @@ def test_a_newer_choice_of_the_user_stays() -> None:
         first_output(model, inputs)
         assert _quantised(again) == 3
     assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bf16", "fp64"])
+def test_moved_and_cast_after_patching(dtype: torch.dtype) -> None:
+    # case 48: nothing was decided by where the model was when it was patched
+    model, inputs = tiny_llama()
+    plain = first_output(model.to(dtype), inputs)
+    model.float()
+    patch = _patch(model)
+    out = first_output(model.to(dtype), inputs)
+    assert out.dtype == dtype
+    assert (out - plain).norm() < 0.15 * plain.norm()
+    assert _quantised(patch) == 3
 
 
 def test_under_accelerate_hooks() -> None:
