@@ -1,0 +1,69 @@
+"""What ships: data files, licence, one version, dependency ranges, and a CI that checks the built
+wheel.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from importlib.metadata import entry_points, version
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+import sagepatch
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PACKAGE = ROOT / "sagepatch"
+DATA = sorted(
+    path.relative_to(PACKAGE).as_posix()
+    for path in PACKAGE.rglob("*")
+    if path.is_file() and path.suffix not in (".py", ".pyc")
+)
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_a_data_file_is_matched_by_package_data(name: str) -> None:
+    patterns = PROJECT["tool"]["setuptools"]["package-data"]["sagepatch"]
+    flat = [pattern.removeprefix("**/") for pattern in patterns]
+    assert any(PurePosixPath(name).match(pattern) for pattern in flat)
+
+
+def test_kinds_of_data_that_must_be_there() -> None:
+    suffixes = {PurePosixPath(name).suffix for name in DATA}
+    assert {".safetensors", ".json", ".html", ".typed", ".txt"} <= suffixes
+
+
+def test_one_version() -> None:
+    assert PROJECT["project"]["version"] == sagepatch.__version__ == version("sagepatch")
+
+
+def test_licence_texts() -> None:
+    licence = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert "Apache License" in licence
+    assert "END OF TERMS AND CONDITIONS" in licence
+    notice = (ROOT / "NOTICE").read_text(encoding="utf-8")
+    for named in ("Noto Color Emoji", "SIL Open Font License", "2410.02367"):
+        assert named in notice
+    assert PROJECT["project"]["license-files"] == ["LICENSE", "NOTICE"]
+
+
+def test_dependency_ranges_are_those_that_are_tested() -> None:
+    wanted = PROJECT["project"]["dependencies"]
+    assert {"torch>=2.11", "diffusers>=0.42,<0.43", "transformers>=5.17"} <= set(wanted)
+
+
+def test_the_command_is_installed() -> None:
+    (command,) = entry_points(group="console_scripts", name="sagepatch")
+    assert command.load() is __import__("sagepatch.cli", fromlist=["main"]).main
+
+
+def test_ci_ends_with_pytest_and_stops_at_the_first_failure() -> None:
+    lines = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.strip()]
+    assert "set -euo pipefail" in lines[:4]
+    assert lines[-1].startswith("pytest -m slow")
+    order = [
+        next(number for number, line in enumerate(lines) if part in line)
+        for part in ("torch==", "[test,dev]", "ruff check", "mypy", "build --wheel", "check_wheel")
+    ]
+    assert order == sorted(order)
