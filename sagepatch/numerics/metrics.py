@@ -94,7 +94,8 @@ def _metrics(row: list[float], count: int) -> Metrics:
     same = noise == 0
     return Metrics(
         finite=True,
-        cosine=dot / both if both > 0 else float(same),
+        # Rounding may take equal tensors a hair past 1.
+        cosine=max(-1.0, min(1.0, dot / both)) if both > 0 else float(same),
         rel_l1=l1 / ref_l1 if ref_l1 > 0 else (0.0 if same else math.inf),
         rmse=math.sqrt(noise / count),
         sqnr_db=math.inf if same else (-math.inf if silent else 10 * math.log10(ref_power / noise)),

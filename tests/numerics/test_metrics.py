@@ -62,3 +62,41 @@ def test_zeros() -> None:
     assert (same.cosine, same.rel_l1, same.norm_ratio) == (1.0, 0.0, 1.0)
     assert compare(one, zero).whole.cosine == 0.0
     assert compare(zero, one).whole.norm_ratio == 0.0
+
+
+def test_batches_and_tokens_of_a_head_count_together() -> None:
+    g = torch.Generator().manual_seed(3)
+    o, r = torch.randn(2, 3, 4, 5, 7, generator=g).unbind(0)
+    heads = compare(o, r).heads
+    assert len(heads) == 4
+    for head, metrics in enumerate(heads):
+        alone = compare(o[:, head : head + 1], r[:, head : head + 1]).whole
+        assert metrics == alone
+
+
+def test_the_worst_of_each_metric_may_be_another_head() -> None:
+    r = torch.ones(1, 3, 2, 2)
+    o = r.clone()
+    o[0, 0] *= 1.5  # cosine 1, ratio 1.5
+    o[0, 1, 0, 0] = -1.0  # lowest cosine
+    o[0, 2] *= 0.6
+    comparison = compare(o, r)
+    assert comparison.worst_head == 1
+    assert comparison.worst.cosine == comparison.heads[1].cosine
+    assert comparison.worst.norm_ratio == pytest.approx(1.5)
+    assert comparison.worst.max_abs == pytest.approx(2.0)
+    assert comparison.worst.sqnr_db == min(head.sqnr_db for head in comparison.heads)
+
+
+def test_low_precision_outputs_are_compared_in_double() -> None:
+    r = 300.0 * torch.ones(1, 1, 4, 8)
+    same = compare(r.half(), r).whole
+    assert (same.cosine, same.rmse, same.sqnr_db) == (1.0, 0.0, math.inf)
+    assert compare(r.bfloat16(), r).whole.finite  # 300 * 300 * 32 leaves FP16
+    huge = compare(1e30 * r, 1e30 * r).whole
+    assert (huge.finite, huge.cosine) == (True, 1.0)
+
+
+def test_nothing_compares_as_equal() -> None:
+    empty = torch.zeros(1, 2, 0, 4)
+    assert compare(empty, empty).whole.cosine == 1.0

@@ -106,3 +106,73 @@ def test_fp16_scales_down_only_channels_that_need_it_and_by_powers_of_two() -> N
     assert math.log2(scale[3]).is_integer()
     assert got.codes.abs().max() <= 1023.5 < FP16_MAX
     torch.testing.assert_close(got.codes * got.scale, x, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
+def test_float8_rounding_is_that_of_torch(dtype: torch.dtype) -> None:
+    """Every code, every middle between two codes and its neighbours, and any bits at all."""
+    top = torch.finfo(dtype).max
+    grid = torch.arange(256).to(torch.uint8).view(dtype).float()
+    grid = grid[grid.isfinite()].sort().values
+    middle = ((grid[1:].double() + grid[:-1].double()) / 2).float()
+    inf = torch.tensor(math.inf)
+    g = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (200_000,), generator=g).int().view(torch.float32)
+    small = 2 * top * torch.rand(100_000, generator=g) - top
+    x = torch.cat([grid, middle, middle.nextafter(inf), middle.nextafter(-inf), bits, small])
+    want = x.clamp(-top, top).to(dtype).float()
+    got = quantize.round_to(x, dtype)
+    same = (got == want) | (got.isnan() & want.isnan())
+    assert same.all()
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "block", "thread", "token"])
+def test_float8_groups_fill_the_format(granularity: str) -> None:
+    x = _noise(2, 131, 5) * torch.logspace(-2, 2, 131)[:, None]
+    groups = quantize.key_groups(131, granularity, 64, x.device)
+    codes, scale = quantize.to_float8(x, groups, 448.0, torch.float8_e4m3fn)
+    for group in groups.unique():
+        rows = groups == group
+        assert torch.equal(codes[:, rows].abs().amax((1, 2)), torch.full((2,), 448.0))
+        amax = x[:, rows].abs().amax((1, 2))
+        assert torch.equal(scale[:, rows, 0], (amax / 448).unsqueeze(1).expand(2, int(rows.sum())))
+    assert torch.equal(codes, codes.to(torch.float8_e4m3fn).float())
+
+
+def test_one_bad_number_spoils_its_group_and_no_other() -> None:
+    x = _noise(1, 128, 3)
+    clean = quantize.to_integer(x, quantize.key_groups(128, "thread", 64, x.device), 127)
+    x[0, 70, 1] = math.nan
+    groups = quantize.key_groups(128, "thread", 64, x.device)
+    got = quantize.to_integer(x, groups, 127)
+    spoiled = groups == groups[70]
+    assert got.scale[0, spoiled].isnan().all()
+    assert torch.equal(got.scale[0, ~spoiled], clean.scale[0, ~spoiled])
+    assert torch.equal(got.codes[0, ~spoiled], clean.codes[0, ~spoiled])
+
+
+@pytest.mark.parametrize("value", [1e-36, 1e-40, 1e-45])
+def test_what_has_no_inverse_counts_as_zero(value: float) -> None:
+    x = torch.full((1, 4, 2), value)
+    for codes, scale in (
+        quantize.to_integer(x, torch.zeros(4, dtype=torch.int64), 127),
+        quantize.to_float8_per_channel(x, 448.0, torch.float8_e4m3fn),
+    ):
+        assert not codes.any()
+        assert not scale.any()
+
+
+def test_multiplying_by_the_inverse_is_not_dividing_by_the_scale() -> None:
+    """On BF16 numbers, whose ties are many, the two forms differ here and there."""
+    x = _noise(4000, 64).bfloat16().float()
+    codes, scale = quantize.to_integer(x, torch.arange(4000), 127)
+    differ = (codes != torch.round(x / scale)).float().mean().item()
+    assert 0 < differ < 0.002
+
+
+def test_groups_of_nothing() -> None:
+    empty = torch.zeros(2, 0, 5)
+    got = quantize.to_integer(empty, torch.zeros(0, dtype=torch.int64), 127)
+    assert got.codes.shape == (2, 0, 5)
+    assert quantize.to_integer_per_channel(empty, 127).scale.shape == (2, 1, 5)
+    assert quantize.to_integer(torch.zeros(3, 0), torch.arange(3), 127).scale.shape == (3, 1)
