@@ -149,6 +149,40 @@ def _hook(model: nn.Module) -> None:
         add_hook_to_module(module, ModelHook())
 
 
+@pytest.mark.parametrize("first", ["hooks first", "patch first"])
+def test_with_diffusers_hooks(first: str) -> None:
+    from diffusers.hooks import HookRegistry
+    from diffusers.hooks import ModelHook as DiffusersHook
+
+    model, x = own_vision(2)
+    plain = _run(model, x)
+    before = [set(vars(block.attn)) for block in model]
+
+    def hook() -> None:
+        for block in model:
+            HookRegistry.check_if_exists_or_initialize(block.attn).register_hook(
+                DiffusersHook(), "test"
+            )
+
+    if first == "hooks first":
+        hook()
+        patch = _patch(model)
+    else:
+        patch = _patch(model)
+        hook()
+    assert _close(_run(model, x), plain)
+    assert [swap.replaced_by() for swap in patch._swaps] == [None, None]
+    patch.restore()
+    assert torch.equal(_run(model, x), plain)
+    assert [layer.record.calls for layer in patch.layers] == [1, 1]
+    for block in model:
+        block.attn._diffusers_hook.remove_hook("test")
+    assert torch.equal(_run(model, x), plain)
+    # diffusers leaves its registry and a forward behind, with or without us.
+    left = {"_diffusers_hook", "forward"}
+    assert [set(vars(block.attn)) - left for block in model] == before
+
+
 def test_a_forward_of_its_own_is_kept() -> None:
     model, x = own_vision(1)
     attention = model[0].attn
