@@ -43,7 +43,9 @@ def main() -> None:
     backend = microseconds(lambda: attention.run(call, recipe))
     launches = []
     recorded: list[tuple[object, tuple[object, ...], dict[str, object]]] = []
-    kernels = ((prepass, "_stats"), (prepass, "_quantise"), (attention, "attention"))
+    # A remembered call bypasses the kernels' own launchers: forget it first.
+    attention._REPLAYS.clear()
+    kernels = ((prepass, "stats"), (prepass, "quantise"), (attention, "attention"))
     for module, name in kernels:
         kernel = getattr(module, name)
         original = kernel.run

@@ -11,11 +11,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sagepatch.backends.triton.attention import attention
 from sagepatch.backends.triton.exact import exact_where
+from sagepatch.backends.triton.kernel import attention
 from sagepatch.backends.triton.masks import _list_key_tiles, _list_tiles
-from sagepatch.backends.triton.prepass import V_ROWS, _quantise, _stats
-from sagepatch.backends.triton.tiles import PAD, Tile, pieces
+from sagepatch.backends.triton.prepass import V_ROWS
+from sagepatch.backends.triton.quantise import quantise as _quantise
+from sagepatch.backends.triton.statistics import stats as _stats
+from sagepatch.backends.triton.tiles import PAD, Tile, pieces, v_pieces
 from sagepatch.numerics.recipe import Recipe
 
 V_TYPE = {"fp16": "*fp16", "int8": "*i8", "e4m3": "*fp8e4nv"}
@@ -63,7 +65,7 @@ def build_attention(
     guard: bool = False,
 ) -> Any:
     d0, d1 = pieces(head_dim, 32)
-    dv0, dv1 = pieces(head_dim, 16)
+    dv0, dv1 = v_pieces(head_dim, recipe)
     shifted = lse or softcap or sinks
     types = {
         "q_i8": "*i8", "q_scale_log2": "*fp32", "k_i8": "*i8", "k_scale": "*fp32",
@@ -93,7 +95,7 @@ def build_attention(
 
 
 def build_prepass(arch: int, recipe: Recipe, head_dim: int, *, packed: bool = False) -> list[Any]:
-    dp, dvp = sum(pieces(head_dim, 32)), sum(pieces(head_dim, 16))
+    dp, dvp = sum(pieces(head_dim, 32)), sum(v_pieces(head_dim, recipe))
     sizes = {
         "CHUNKS": 32, "D": head_dim, "DV": head_dim, "DP2": triton.next_power_of_2(dp),
         "DVP2": triton.next_power_of_2(dvp), "PACKED": packed, "HAS_SEEN": not packed,
@@ -109,7 +111,7 @@ def build_prepass(arch: int, recipe: Recipe, head_dim: int, *, packed: bool = Fa
         "v_codes": V_TYPE[recipe.pv], "v_scale": "*fp32", "shift_log2": "*fp32",
         "q_mean_log2": "*fp32", "k_mean": "*fp32", "factor": "fp32",
     }  # fmt: skip
-    quantise = {
+    sizes_of_codes = {
         **sizes, "DP": dp, "DVP": dvp, "QK_MAX": float(recipe.qk_max),
         "Q_BLOCK": recipe.q_granularity == "block",
         "K_GROUPS": {"token": 0, "block": 1, "thread": 4}[recipe.k_granularity],
@@ -119,7 +121,7 @@ def build_prepass(arch: int, recipe: Recipe, head_dim: int, *, packed: bool = Fa
     }  # fmt: skip
     stats = build(_stats, inputs, {**sizes, "ROWS": 32}, arch, num_warps=4)
     codes = build(
-        _quantise, {**inputs, **outputs}, quantise, arch, num_warps=8, enable_fp_fusion=False
+        _quantise, {**inputs, **outputs}, sizes_of_codes, arch, num_warps=8, enable_fp_fusion=False
     )
     return [stats, codes]
 

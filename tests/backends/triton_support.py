@@ -80,7 +80,9 @@ def check(call: Call, recipe: Recipe, *, lse: bool = True) -> tuple[Tensor, Tens
         assert found_lse is not None
         assert found_lse.dtype == torch.float32
         assert found_lse.is_contiguous()
-        same = (found_lse == expected_lse) | ((found_lse - expected_lse).abs() < tolerance.lse_abs)
+        # A code of K that rounds the other way moves a score by a step times the softmax scale.
+        allowed = tolerance.lse_abs * max(1.0, abs(call.scale) * call.q.shape[3] ** 0.5)
+        same = (found_lse == expected_lse) | ((found_lse - expected_lse).abs() < allowed)
         assert bool(same.all()), (found_lse - expected_lse).abs().max()
     return out, found_lse
 
