@@ -207,7 +207,7 @@ def test_cosmos_passes_no_backend_and_compiles() -> None:
     assert not torch.equal(out, reference)
 
 
-@pytest.mark.parametrize("family", ["flux", "sd3"])
+@pytest.mark.parametrize("family", ["flux", pytest.param("sd3", marks=pytest.mark.slow)])
 def test_lora_added_and_deleted_under_a_compiled_patched_model(family: str) -> None:  # case 39
     from peft import LoraConfig
 
