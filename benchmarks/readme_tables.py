@@ -1,0 +1,71 @@
+"""Writes the tables of README.md from the measurements beside this file, between their markers.
+
+python benchmarks/readme_tables.py
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+HERE = Path(__file__).parent
+README = HERE.parent / "README.md"
+# The recipes worth a line: one or two of each kind, not every depth of accumulation.
+SHOWN = ("sage2pp_8", "sage2_8", "sage2_8b", "sage2pp_4", "sage1_vt", "sage1_b", "sage1_t")
+OURS = ("triton.", "cuda.", "cuda_mma.")
+
+
+def demo_recipes() -> str:
+    """Error of the demo's picture by recipe."""
+    rows = {row["recipe"]: row for row in _rows("demo_recipes.csv")}
+    lines = ["| recipe | tier | PSNR, dB | SSIM |", "|---|---|---|---|"]
+    for name in SHOWN:
+        row = rows[name]
+        lines.append(f"| `{name}` | {row['tier']} | {row['psnr_db_worst']} | {row['ssim_worst']} |")
+    return "\n".join(lines)
+
+
+def h200_attention() -> str:
+    """Speed on an H200: torch's default, flash attention 2, and the fastest of ours."""
+    by_shape: dict[str, dict[str, float]] = {}
+    for row in _rows("h200_attention.csv"):
+        if row["tflops"]:
+            by_shape.setdefault(row["shape"], {})[row["variant"]] = float(row["tflops"])
+    lines = [
+        "| shape | torch's default (cuDNN) | flash attention 2 | our fastest | of the default |",
+        "|---|---|---|---|---|",
+    ]
+    for shape, speeds in by_shape.items():
+        ours = [name for name in speeds if name.startswith(OURS)]
+        best = max(ours, key=speeds.__getitem__)
+        default, flash = speeds["sdpa_cudnn"], speeds["sdpa_flash2"]
+        lines.append(
+            f"| `{shape}` | {default:.0f} | {flash:.0f} | {speeds[best]:.0f} (`{best}`) "
+            f"| {speeds[best] / default:.2f}x |"
+        )
+    return "\n".join(lines)
+
+
+TABLES = {"demo-recipes": demo_recipes, "h200-attention": h200_attention}
+
+
+def filled(text: str) -> str:
+    """The README with every table as the measurements say."""
+    for name, table in TABLES.items():
+        pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+        text, found = re.subn(
+            pattern, lambda m, t=table: f"{m[1]}{t()}\n{m[2]}", text, flags=re.DOTALL
+        )
+        if found != 1:
+            raise SystemExit(f"README.md holds the markers of {name} {found} times, needs one")
+    return text
+
+
+def _rows(name: str) -> list[dict[str, str]]:
+    with (HERE / name).open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+if __name__ == "__main__":
+    README.write_text(filled(README.read_text(encoding="utf-8")), encoding="utf-8")
