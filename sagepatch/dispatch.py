@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sagepatch.backends.catalogue import CATALOGUE, SDPA
+from sagepatch.backends.catalogue import BY_NAME, CATALOGUE, SDPA
 from sagepatch.errors import UnknownVariant, VariantRefused
 from sagepatch.numerics.recipe import RECIPES, TIERS
 from sagepatch.spec import AttnSpec
@@ -35,15 +35,18 @@ class Request:
     emulate: bool = False
 
     def __post_init__(self) -> None:
-        recipe = self.variant.rpartition(".")[2]
-        if self.variant not in ("auto", *TIERS) and recipe not in RECIPES:
-            raise UnknownVariant(
-                self.variant,
-                [
-                    f"no such name; give 'auto', a tier ({', '.join(TIERS)}), a recipe "
-                    f"({', '.join(RECIPES)}) or <toolchain>.<recipe>"
-                ],
-            )
+        name = self.variant
+        if name in ("auto", *TIERS) or name in RECIPES or name in BY_NAME:
+            return
+        recipe = str(name).rpartition(".")[2]
+        kernels = [known for known in BY_NAME if known.endswith(f".{recipe}")]
+        needed = (
+            f"a kernel of that recipe ({', '.join(kernels)})"
+            if kernels
+            else f"'auto', a tier ({', '.join(TIERS)}), a recipe ({', '.join(RECIPES)}) or "
+            "<toolchain>.<recipe>"
+        )
+        raise UnknownVariant(name, [f"no such name; give {needed}"])
 
     @property
     def by_full_name(self) -> bool:

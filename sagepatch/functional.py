@@ -132,7 +132,7 @@ def attention(
     if layout == "BSHD" and q.dim() == k.dim() == v.dim() == 4:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     check_shapes(q, k, v)
-    _check_options(q, attn_mask, is_causal, causal_offset, window, softcap, sinks)
+    _check_options(q, attn_mask, is_causal, scale, causal_offset, window, softcap, sinks)
     if attn_mask is not None:
         mask_kind(attn_mask)
         check_mask(attn_mask, q, k)
@@ -248,6 +248,7 @@ def _check_options(
     q: Tensor,
     attn_mask: Tensor | None,
     is_causal: bool,
+    scale: float | None,
     causal_offset: int | None,
     window: int | None,
     softcap: float | None,
@@ -257,6 +258,9 @@ def _check_options(
         raise InvalidArgument(
             "is_causal and attn_mask exclude each other, as in SDPA: fold one into the other"
         )
+    # torch's SDPA turns a scale of NaN into zeros.
+    if scale is not None and not abs(scale) < math.inf:
+        raise InvalidArgument(f"scale={scale} must be finite")
     if causal_offset is not None and not is_causal:
         raise InvalidArgument(f"causal_offset={causal_offset} needs is_causal=True")
     if window is not None and window < 1:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from sagepatch.backends.catalogue import BY_NAME, SDPA
 from sagepatch.calibration.capture import LayerCalibration
 from sagepatch.calibration.choose import FEWEST_SAMPLES
 from sagepatch.calibration.measure import Stopwatch
-from sagepatch.calibration.reuse import FirstLook, TimeAgain
+from sagepatch.calibration.reuse import FirstLook, TimeAgain, emulation, native, stale
 from sagepatch.calibration.table import Calibration, LayerTable
 from sagepatch.dispatch import Request
 from sagepatch.env import Machine
@@ -175,34 +174,37 @@ class Patch:
         other way about, `emulate=True` emulates a GPU's plan on a laptop.
         """
         here = self.machine
+        self.threshold = plan.threshold
         by_site = {entry.site: entry for entry in plan.entries}
-        again = bool(here.gpus) and not self.policy.emulate and plan.gpu != here.gpu_name
-        if plan.gpu != here.gpu_name:
-            then = (
-                "its accuracy holds, each layer is timed again at its first call"
-                if again
-                else "its accuracy holds, its speeds may not"
-            )
-            self.warnings.append(
-                f"the plan was timed on {plan.gpu}, this is {here.gpu_name}: {then}"
-            )
+        elsewhere = plan.gpu != here.gpu_name
+        again = bool(here.gpus) and not self.policy.emulate and (elsewhere or plan.emulated)
+        if elsewhere or again:
+            made = f"emulated on {plan.gpu}" if plan.emulated else f"timed on {plan.gpu}"
+            then = "each layer is timed again at its first call" if again else "its speeds may not"
+            told = f"the plan was {made}, this is {here.gpu_name}: its accuracy holds, {then}"
+            self.warnings.append(told)
         for layer in self.layers:
             entry = by_site.get(layer.name)
             if entry is None:
                 layer.run_with(Request("exact"), "the plan does not name this layer")
-            elif (stale := _stale(entry)) is not None:
-                self.warnings.append(f"{layer.name}: {stale}")
-                exact = PlanEntry(layer.name, layer.kind, SDPA.name, SDPA.numerics_version, stale)
+                continue
+            outdated = stale(entry)
+            if outdated is not None:
+                self.warnings.append(f"{layer.name}: {outdated}")
+                version = SDPA.numerics_version
+                exact = PlanEntry(layer.name, layer.kind, SDPA.name, version, outdated)
                 self._take(layer, exact)
+                continue
+            if again:
+                entry = native(entry)
+            elif self.policy.emulate and not here.gpus:
+                entry = emulation(entry)
+            self._entries[layer.name] = entry
+            if again and {entry.variant, *entry.alternatives} != {SDPA.name}:
+                layer.reason = "to be timed on this GPU at its first call"
+                layer.observer = TimeAgain(entry, self._stopwatch, self._take).observe
             else:
-                if self.policy.emulate and not here.gpus:
-                    entry = _emulated(entry)
-                self._entries[layer.name] = entry
-                if again and {entry.variant, *entry.alternatives} != {SDPA.name}:
-                    layer.reason = "to be timed on this GPU at its first call"
-                    layer.observer = TimeAgain(entry, self._stopwatch, self._take).observe
-                else:
-                    self._take(layer, entry)
+                self._take(layer, entry)
 
     def resume(self, plan: Plan) -> None:
         """Start from a plan kept on this machine: a layer whose first call is like those measured
@@ -211,7 +213,7 @@ class Patch:
         by_site = {entry.site: entry for entry in plan.entries}
         for layer in self.layers:
             entry = by_site.get(layer.name)
-            if entry is None or entry.samples < FEWEST_SAMPLES or _stale(entry) is not None:
+            if entry is None or entry.samples < FEWEST_SAMPLES or stale(entry) is not None:
                 self._measure(layer)
                 continue
             kept = f"kept from an earlier run: {entry.reason}"
@@ -266,8 +268,16 @@ class Patch:
             return
         row = LayerTable.of(layer.name, layer.kind, table)
         self._take(layer, row.entry(self.threshold))
-        if self.locked and not self.restored:
+        if self._worth_keeping():
             keep_plan(self.plan(), self.machine)
+
+    def _worth_keeping(self) -> bool:
+        """Whether every layer that was called at all is settled on enough samples."""
+        called = [layer for layer in self.layers if layer.record.calls]
+        return not self.restored and all(
+            layer.observer is None and self._entry(layer).samples >= FEWEST_SAMPLES
+            for layer in called
+        )
 
     def _take(self, layer: PatchedLayer, entry: PlanEntry, reason: str | None = None) -> None:
         self._entries[layer.name] = entry
@@ -317,26 +327,3 @@ def patches_on(modules: Iterable[nn.Module]) -> list[Patch]:
     """The patches in force anywhere in these modules, be it on a part or on something larger."""
     owners = (part.__dict__.get(_OWNER) for module in modules for part in module.modules())
     return list(dict.fromkeys(owner.patch for owner in owners if isinstance(owner, _Owner)))
-
-
-def _emulated(entry: PlanEntry) -> PlanEntry:
-    """The entry with the emulation of its recipe for a kernel that needs a GPU."""
-    kernel = BY_NAME[entry.variant]
-    stand_in = BY_NAME.get(f"emulated.{kernel.recipe.name}")
-    if "cpu" in kernel.devices or stand_in is None:
-        return entry
-    reason = f"emulates {kernel.name} of the plan: {entry.reason}"
-    version = stand_in.numerics_version
-    return replace(entry, variant=stand_in.name, numerics_version=version, reason=reason)
-
-
-def _stale(entry: PlanEntry) -> str | None:
-    """Why an entry is not to be followed: its kernel is gone or computes other numbers now."""
-    known = BY_NAME.get(entry.variant)
-    if known is not None and known.numerics_version == entry.numerics_version:
-        return None
-    now = "gone" if known is None else f"version {known.numerics_version} now"
-    return (
-        f"plan entry ignored: {entry.variant} had numerics version {entry.numerics_version}, "
-        f"it is {now}; calibrate again"
-    )

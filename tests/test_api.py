@@ -10,13 +10,12 @@ import json
 import math
 import pickle
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from models.stacks import Block, stack, tokens
+from models.stacks import stack, tokens
 from torch import nn
 
 import sagepatch
@@ -25,7 +24,6 @@ from sagepatch.calibration.capture import SAMPLED_CALLS
 from sagepatch.errors import (
     InvalidArgument,
     NothingPatched,
-    PlanError,
     StrictFallback,
     VariantRefused,
 )
@@ -296,49 +294,6 @@ def test_prefer_or_force() -> None:
         model(x)
     with pytest.raises(VariantRefused, match="no such name"):
         sagepatch.apply(model, variant="sage9")
-
-
-def test_plans_save_load_and_follow(tmp_path: Path) -> None:
-    model, x = stack(), tokens()
-    patch = calibrated(model, x)
-    out = model(x)
-    patch.plan().save(tmp_path / "plan.json")
-    patch.restore()
-    again = sagepatch.apply(model, plan=tmp_path / "plan.json", emulate=True)
-    assert again.locked
-    assert torch.equal(model(x), out)
-    assert again.plan().entries == patch.plan().entries
-
-
-def test_a_plan_for_another_model_leaves_the_model_untouched(tmp_path: Path) -> None:
-    plan = calibrated(stack(4), tokens()).plan()
-    for other in (stack(3), nn.Sequential(Block(64), Block(64))):
-        before = [set(m.__dict__) for m in other.modules()]
-        with pytest.raises(PlanError, match="that this model has not"):
-            sagepatch.apply(other, plan=plan)
-        assert [set(m.__dict__) for m in other.modules()] == before
-    with pytest.raises(PlanError, match="another model"):
-        sagepatch.apply(stack(5), plan=plan)
-
-
-def test_stale_plan_entries_are_named_and_ignored() -> None:
-    model, x = stack(), tokens()
-    plan = calibrated(model, x).plan()
-    entries = (replace(plan.entries[0], numerics_version=99), *plan.entries[1:])
-    patch = sagepatch.apply(model, plan=replace(plan, entries=entries, gpu="NVIDIA H200"))
-    rows = patch.report().layers
-    assert rows[0].tier == "exact"
-    assert "numerics version 99" in rows[0].reason
-    assert rows[1].tier == "fast"
-    assert any("timed on NVIDIA H200" in warning for warning in patch.report().warnings)
-
-
-# case 60
-def test_another_shape_is_used_and_warned_about() -> None:
-    model = stack()
-    patch = calibrated(model, tokens(70))
-    model(tokens(150))
-    assert any("has also run 2x2x150x150" in warning for warning in patch.report().warnings)
 
 
 def test_disabled_by_the_environment(monkeypatch) -> None:

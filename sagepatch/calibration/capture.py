@@ -78,11 +78,12 @@ class LayerCalibration:
         """Each candidate over all samples; a candidate that could not serve every sample is left
         out.
         """
-        return {
-            name: Summary.of(rows)
-            for name, rows in self.measurements.items()
-            if len(rows) == self.samples
-        }
+        with self._lock:
+            return {
+                name: Summary.of(rows)
+                for name, rows in self.measurements.items()
+                if len(rows) == self.samples
+            }
 
     @property
     def us_exact(self) -> float | None:
@@ -128,10 +129,10 @@ def refuse_capture(layer: PatchedLayer, call: Call, state: str) -> None:
 
 
 def candidate_variants(
-    spec: AttnSpec, layer: PatchedLayer, recipes: Collection[str] = ()
+    spec: AttnSpec, layer: PatchedLayer, recipes: Collection[str] | None = None
 ) -> list[Variant]:
     """The kernels that calibration tries on a call of this layer, those that nothing speaks
-    against; of `recipes` only, where some are named.
+    against; of `recipes` only, where they are given.
     """
     if spec.q_len <= 1:
         return []
@@ -141,7 +142,7 @@ def candidate_variants(
         for decision in candidates(spec, request, layer.unusable, CATALOGUE)
         if not decision.reasons and decision.variant is not SDPA
     }
-    if recipes:
+    if recipes is not None:
         return [variant for variant in serving.values() if variant.recipe.name in recipes]
     taken: Counter[tuple[bool, str]] = Counter()
     chosen = []

@@ -10,13 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
-from sagepatch.backends.catalogue import BY_NAME, SDPA
+from sagepatch.backends.catalogue import BY_NAME, CATALOGUE, SDPA
 from sagepatch.calibration.capture import candidate_variants, refuse_capture
 from sagepatch.calibration.measure import Stopwatch
 from sagepatch.layer import PatchedLayer
 from sagepatch.ops import run_exact
 from sagepatch.plan import PlanEntry
 from sagepatch.spec import AttnSpec, Call
+from sagepatch.variant import Variant
 
 # A kept entry serves lengths within this factor of those measured; prompts vary.
 KEPT_FACTOR = 2.0
@@ -103,3 +104,46 @@ def accurate_alternatives(entry: PlanEntry) -> dict[str, int]:
         for name, version in entry.alternatives.items()
         if name in BY_NAME and BY_NAME[name].numerics_version == version
     }
+
+
+def native(entry: PlanEntry) -> PlanEntry:
+    """An emulated entry with the first kernel for its recipe; with exact attention where there is
+    none, and the emulation's accuracy kept among the alternatives.
+    """
+    planned = BY_NAME[entry.variant]
+    if planned.toolchain != "emulated":
+        return entry
+    for variant in CATALOGUE:
+        usable = variant.toolchain != "emulated" and variant.withheld is None
+        if usable and variant.recipe == planned.recipe:
+            return _with(entry, variant, f"{variant.name} for {planned.name} of the plan")
+    kept = {planned.name: planned.numerics_version, **entry.alternatives}
+    exact = _with(entry, SDPA, f"no kernel for {planned.name} of the plan")
+    return replace(exact, alternatives=kept, **_NO_ERRORS)
+
+
+def emulation(entry: PlanEntry) -> PlanEntry:
+    """The entry with the emulation of its recipe for a kernel that needs a GPU."""
+    planned = BY_NAME[entry.variant]
+    found = BY_NAME.get(f"emulated.{planned.recipe.name}")
+    if found is None or found is planned:
+        return entry
+    return _with(entry, found, f"{found.name} for {planned.name} of the plan")
+
+
+def _with(entry: PlanEntry, variant: Variant, why: str) -> PlanEntry:
+    version = variant.numerics_version
+    reason = f"{why}: {entry.reason}"
+    return replace(entry, variant=variant.name, numerics_version=version, reason=reason)
+
+
+def stale(entry: PlanEntry) -> str | None:
+    """Why an entry is not to be followed: its kernel is gone or computes other numbers now."""
+    known = BY_NAME.get(entry.variant)
+    if known is not None and known.numerics_version == entry.numerics_version:
+        return None
+    now = "gone" if known is None else f"version {known.numerics_version} now"
+    return (
+        f"plan entry ignored: {entry.variant} had numerics version {entry.numerics_version}, "
+        f"it is {now}; calibrate again"
+    )

@@ -1,0 +1,226 @@
+"""One layer's self-calibration: which calls it measures, what it keeps, what it refuses."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models.layers import call, layer
+
+from sagepatch.backends.catalogue import BY_NAME, CATALOGUE
+from sagepatch.calibration import capture
+from sagepatch.calibration import measure as measuring
+from sagepatch.calibration.capture import LayerCalibration, candidate_variants, refuse_capture
+from sagepatch.calibration.measure import Stopwatch
+from sagepatch.errors import MachineError
+from sagepatch.ops import run_exact
+from sagepatch.spec import AttnSpec
+
+HOPPER = AttnSpec(1, 24, 24, 4608, 4608, 128, 128, "bf16", "bf16", "cuda", 90)
+
+
+def run(table: LayerCalibration, one, calls: int) -> None:
+    for number in range(calls):
+        table.observe(one, call(seed=number))
+
+
+def test_the_first_second_fourth_and_eighth_call_are_measured() -> None:
+    finished: list[int] = []
+    one, table = layer(), LayerCalibration(Stopwatch())
+    table.done = lambda settled: finished.append(table.calls)
+    run(table, one, 9)
+    assert table.samples == 4
+    assert finished == [8]
+    rows = table.measurements["emulated.sage2_8"]
+    assert [row.call for row in rows] == [1, 2, 4, 8]
+
+
+# case 58
+def test_a_calibration_without_end_goes_on_ever_more_rarely() -> None:
+    table = LayerCalibration(Stopwatch())
+    run(table, layer(), 33)
+    assert [r.call for r in table.measurements["emulated.sage1_b"]] == [1, 2, 4, 8, 16, 32]
+
+
+def test_outputs_are_exact_and_kept_nowhere() -> None:
+    one, table = layer(), LayerCalibration(Stopwatch())
+    given = call()
+    out, _ = table.observe(one, given)
+    assert torch.equal(out, run_exact(given)[0])
+    held = [weakref.ref(tensor) for tensor in (given.q, given.k, given.v, out)]
+    del given, out
+    gc.collect()
+    assert [ref() for ref in held] == [None] * 4
+    assert table.samples == 1
+
+
+# case 26
+def test_the_largest_value_is_recorded() -> None:
+    one, table = layer(), LayerCalibration(Stopwatch())
+    assert table.max_abs_v is None
+    given = call()
+    given.v[0, 1, 5, 3] = -77.0
+    table.observe(one, given)
+    assert table.max_abs_v == 77.0
+
+
+# case 14
+def test_single_queries_are_no_samples() -> None:
+    one, table = layer(), LayerCalibration(Stopwatch())
+    for _ in range(5):
+        table.observe(one, call(Sq=1))
+    assert (table.calls, table.samples) == (0, 0)
+    assert candidate_variants(call(Sq=1).spec(), one) == []
+
+
+def test_a_candidate_that_misses_a_sample_is_left_out() -> None:
+    one, table = layer(), LayerCalibration(Stopwatch())
+    table.observe(one, call())
+    table.measurements["emulated.sage2_8"].clear()
+    table.observe(one, call())
+    summaries = table.summaries()
+    assert "emulated.sage2_8" not in summaries
+    assert summaries["emulated.sage1_b"].samples == 2
+
+
+# cases 58, 68
+def test_a_candidate_that_does_not_fit_in_memory_costs_only_itself(monkeypatch) -> None:
+    def hungry(variant, *rest):
+        if variant.name == "emulated.sage2_8":
+            raise torch.OutOfMemoryError("no room")
+        return measuring.measure(variant, *rest)
+
+    monkeypatch.setattr(capture, "measure", hungry)
+    one, table = layer(), LayerCalibration(Stopwatch())
+    given = call()
+    out, _ = table.observe(one, given)
+    assert torch.equal(out, run_exact(given)[0])
+    assert "emulated.sage2_8" not in table.summaries()
+    assert "emulated.sage1_b" in table.summaries()
+    assert one.record.notes == [
+        f"emulated.sage2_8 did not fit in memory while measured: {given.spec()}"
+    ]
+
+
+# case 47
+def test_a_candidate_that_raises_is_named(monkeypatch) -> None:
+    def broken(variant, *rest):
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(capture, "measure", broken)
+    table = LayerCalibration(Stopwatch())
+    with pytest.raises(RuntimeError, match="boom") as caught:
+        table.observe(layer(), call())
+    assert "measured in layer blocks.0.attn" in caught.value.__notes__[0]
+    assert table.samples == 0
+    # The lock is free again: the next call is not skipped.
+    monkeypatch.undo()
+    table.observe(layer(), call())
+    assert table.samples == 1
+
+
+def test_open_layers_are_not_captured_in_a_graph(monkeypatch) -> None:
+    capturing = True
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    on_gpu = SimpleNamespace(q=SimpleNamespace(device=torch.device("cuda", 0)))
+    with pytest.raises(MachineError, match=r"blocks\.0\.attn still calibrates.*patch\.lock\(\)"):
+        refuse_capture(layer(), on_gpu, "still calibrates")
+    refuse_capture(layer(), call(), "still calibrates")
+    capturing = False
+    refuse_capture(layer(), on_gpu, "still calibrates")
+
+
+def test_times_cost_a_few_calls_a_kernel_not_a_few_a_layer(monkeypatch) -> None:
+    timed: list[str] = []
+
+    def clock(run, device) -> float:
+        timed.append("run")
+        return 10.0
+
+    monkeypatch.setitem(measuring.TIMERS, "cpu", clock)
+    # A kernel that is no emulation but runs here: what a CPU makes of a GPU's.
+    real = replace(BY_NAME["emulated.sage2_8"], toolchain="triton")
+    monkeypatch.setattr(capture, "CATALOGUE", (real,))
+    watch = Stopwatch()
+    tables = [LayerCalibration(watch) for _ in range(6)]
+    for number in range(8):
+        for index, table in enumerate(tables):
+            table.observe(layer(str(index), emulate=False), call(seed=number))
+    assert len(timed) == 2 * measuring.ROUNDS
+    assert all(table.us_exact == 10.0 for table in tables)
+    assert all(table.summaries()["triton.sage2_8"].us == 10.0 for table in tables)
+
+
+def test_nothing_is_timed_where_emulations_may_win(monkeypatch) -> None:
+    def clock(run, device) -> float:
+        raise AssertionError("timed an emulation")
+
+    monkeypatch.setitem(measuring.TIMERS, "cpu", clock)
+    table = LayerCalibration(Stopwatch())
+    run(table, layer(emulate=True), 2)
+    assert table.us_exact is None
+    assert all(summary.us is None for summary in table.summaries().values())
+
+
+class TestCandidates:
+    """Which kernels are tried, for any GPU."""
+
+    @pytest.fixture
+    def catalogue(self, monkeypatch):
+        released = tuple(replace(variant, withheld=None) for variant in CATALOGUE)
+        monkeypatch.setattr(capture, "CATALOGUE", released)
+        one = layer(emulate=False)
+        one.unusable = lambda variant: None
+        return one
+
+    def test_an_h200_tries_a_few_of_each_tier(self, catalogue) -> None:
+        names = [v.name for v in candidate_variants(HOPPER, catalogue)]
+        tiers = [v.tier for v in candidate_variants(HOPPER, catalogue)]
+        assert len(names) == len(set(names))
+        assert tiers.count("fast") == 4
+        assert tiers.count("safe") == 2
+        assert all(name.startswith("triton.") for name in names)
+
+    def test_an_ampere_gpu_without_fp8_still_has_a_fast_one(self, catalogue) -> None:
+        tried = candidate_variants(replace(HOPPER, arch=86), catalogue)
+        assert "fast" in {v.tier for v in tried}
+        assert all(v.recipe.pv != "e4m3" for v in tried)
+
+    @pytest.mark.parametrize("arch", [75, None])
+    def test_a_gpu_that_nothing_serves_has_none(self, catalogue, arch) -> None:
+        assert candidate_variants(replace(HOPPER, arch=arch), catalogue) == []
+
+    # case 5
+    def test_a_head_size_that_nothing_serves_has_none(self, catalogue) -> None:
+        assert candidate_variants(replace(HOPPER, head_dim=512, v_head_dim=512), catalogue) == []
+
+    def test_a_cpu_tries_emulations_only_when_they_are_admitted(self) -> None:
+        spec = call().spec()
+        assert candidate_variants(spec, layer(emulate=False)) == []
+        tried = [v.name for v in candidate_variants(spec, layer(emulate=True))]
+        assert tried == [f"emulated.{name}" for name in capture.EMULATED_RECIPES]
+
+    def test_given_recipes_replace_the_list(self) -> None:
+        spec = call().spec()
+        one = layer(emulate=True)
+        tried = candidate_variants(spec, one, {"sage2_4"})
+        assert [v.name for v in tried] == ["emulated.sage2_4"]
+        assert candidate_variants(spec, one, set()) == []
+
+
+def test_non_finite_values_reach_no_plan() -> None:
+    from sagepatch.calibration.table import LayerTable
+
+    one, table = layer(), LayerCalibration(Stopwatch())
+    given = call()
+    given.v[0, 0, 0, 0] = math.inf
+    for _ in range(2):
+        table.observe(one, given)
+    made = LayerTable.of("x", "self", table).entry(0.998)
+    assert made.max_abs_v is None
+    assert made.variant == "sdpa.exact"

@@ -1,0 +1,95 @@
+"""Measurements of one call, and times that layers share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models.layers import call
+
+from sagepatch.backends.catalogue import BY_NAME, SDPA
+from sagepatch.calibration import measure as measuring
+from sagepatch.calibration.measure import Stopwatch, measure
+from sagepatch.numerics.metrics import compare
+from sagepatch.ops import run_exact, run_variant
+
+FAST = BY_NAME["emulated.sage2_8"]
+
+
+@pytest.fixture
+def timer(monkeypatch):
+    """Counts what a clock for the CPU was asked to time; each reading is a unit lower."""
+    asked: list[torch.device] = []
+
+    def read(run, device) -> float:
+        run()
+        asked.append(device)
+        return 100.0 - len(asked)
+
+    monkeypatch.setitem(measuring.TIMERS, "cpu", read)
+    return asked
+
+
+@pytest.mark.parametrize("heads_at_once", [1, 3, 100])
+def test_every_head_is_compared_in_groups_of_any_size(monkeypatch, heads_at_once: int) -> None:
+    one = call(B=2, H=7)
+    exact, _ = run_exact(one)
+    out, _ = run_variant(FAST, one)
+    monkeypatch.setattr(measuring, "COMPARED_NUMBERS", heads_at_once * out[:, 0].numel())
+    row, want = measure(FAST, one, exact, 4), compare(out, exact)
+    assert row.worst_head == want.worst_head
+    assert row.cosine == pytest.approx(want.worst.cosine, abs=1e-12)
+    assert row.rel_l1 == pytest.approx(want.worst.rel_l1)
+    assert (row.call, row.us) == (4, None)
+
+
+# case 58
+def test_long_calls_are_compared_on_a_sample_of_rows(monkeypatch) -> None:
+    seen = []
+
+    def spy(out, reference):
+        seen.append(tuple(out.shape))
+        return compare(out, reference)
+
+    monkeypatch.setattr(measuring, "compare", spy)
+    monkeypatch.setattr(measuring, "COMPARED_ROWS", 16)
+    one = call(Sq=33)
+    exact, _ = run_exact(one)
+    measure(FAST, one, exact, 1)
+    assert seen == [(1, 2, 11, 32)]
+
+
+def test_one_bad_head_is_enough(monkeypatch) -> None:
+    one = call(H=5)
+    exact, _ = run_exact(one)
+    exact[:, 3] = -exact[:, 3]
+    row = measure(FAST, one, exact, 1)
+    assert (row.worst_head, row.finite) == (3, True)
+    assert row.cosine < -0.99
+
+
+def test_times_are_taken_twice_and_shared(timer) -> None:
+    watch = Stopwatch()
+    for seed in range(5):
+        one = call(seed=seed)
+        assert watch.us(FAST, one, one.spec()) == (99.0 if seed == 0 else 98.0)
+    assert len(timer) == measuring.ROUNDS
+    other = call(Sq=40)
+    watch.us(FAST, other, other.spec())
+    watch.us(SDPA, other, other.spec())
+    assert len(timer) == measuring.ROUNDS + 2
+    assert set(timer) == {torch.device("cpu")}
+
+
+def test_a_cpu_has_no_times_that_mean_anything() -> None:
+    one = call()
+    assert Stopwatch().us(SDPA, one, one.spec()) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_gpu_is_timed_on_the_device_of_the_call() -> None:
+    last = torch.device("cuda", torch.cuda.device_count() - 1)
+    x = torch.randn(2048, 2048, device=last)
+    us = measuring.cuda_time_us(lambda: x @ x, last)
+    assert 1 < us < 1e6
+    assert torch.cuda.current_device() == 0

@@ -1,0 +1,175 @@
+"""Plan entries made earlier or elsewhere: checked at the first call, timed again, translated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from models.layers import call, entry, layer
+
+from sagepatch.backends.catalogue import BY_NAME, CATALOGUE, SDPA
+from sagepatch.calibration import measure as measuring
+from sagepatch.calibration import reuse
+from sagepatch.calibration.measure import Stopwatch
+from sagepatch.calibration.reuse import (
+    FirstLook,
+    TimeAgain,
+    accurate_alternatives,
+    emulation,
+    native,
+    stale,
+)
+from sagepatch.dispatch import Request
+from sagepatch.ops import run_exact
+
+FAST, SAFE = "emulated.sage2_8", "emulated.sage1_b"
+
+
+class TestFirstLook:
+    """A kept entry, before the layer's first call."""
+
+    def look(self, *, measured: str):
+        told: list[str] = []
+
+        def settle(one, found, reason) -> None:
+            told.append(f"settled: {reason}")
+            one.run_with(Request(found.variant), reason)
+
+        def anew(one) -> None:
+            told.append("anew")
+            one.observer = lambda same, given: run_exact(given)
+
+        kept = entry("blocks.0.attn", FAST, shapes=(measured,))
+        return FirstLook(kept, "kept", settle, anew), told
+
+    def test_a_call_like_the_measured_ones_is_served_by_the_entry(self) -> None:
+        look, told = self.look(measured="2x2x40x50x32 fp32")
+        one = layer()
+        assert look.observe(one, call()) is None
+        assert told == ["settled: kept"]
+        assert one.runs == FAST
+
+    @pytest.mark.parametrize(
+        "measured",
+        [
+            *("1x2x100x47x32 fp32", "1x4x33x47x32 fp32", "1x2x33x47x32 bf16"),
+            "1x2x33x47x32 fp32 mask bool",
+        ],
+    )
+    def test_another_call_is_measured_anew_and_exact(self, measured: str) -> None:
+        look, told = self.look(measured=measured)
+        given = call()
+        result = look.observe(layer(), given)
+        assert result is not None
+        assert torch.equal(result[0], run_exact(given)[0])
+        assert told == ["anew"]
+
+    def test_single_queries_decide_nothing(self) -> None:
+        look, told = self.look(measured="1x2x33x47x32 fp32")
+        given = call(Sq=1)
+        result = look.observe(layer(), given)
+        assert result is not None
+        assert torch.equal(result[0], run_exact(given)[0])
+        assert told == []
+
+
+class TestTimeAgain:
+    """An entry of another GPU, at the layer's first call on this one."""
+
+    @pytest.fixture
+    def clock(self, monkeypatch):
+        """Reads what a test says that each kernel takes."""
+        speeds = {SDPA.name: 100.0, FAST: 50.0, SAFE: 80.0, "emulated.sage2pp_8": 10.0}
+        name = {"now": ""}
+        original = Stopwatch.us
+
+        def us(self, variant, given, spec):
+            name["now"] = variant.name
+            return original(self, variant, given, spec)
+
+        monkeypatch.setattr(Stopwatch, "us", us)
+        monkeypatch.setitem(measuring.TIMERS, "cpu", lambda run, device: speeds[name["now"]])
+        return speeds
+
+    def settled(self, made, one=None):
+        found = []
+
+        def settle(layer_, new) -> None:
+            found.append(new)
+
+        observer = TimeAgain(made, Stopwatch(), settle)
+        result = observer.observe(one or layer(), call())
+        return result, found[0]
+
+    def test_the_fastest_accurate_one_is_taken(self, clock) -> None:
+        made = entry("x", SAFE, alternatives={FAST: 1})
+        result, new = self.settled(made)
+        assert result is None
+        assert (new.variant, new.us_exact, new.us_chosen) == (FAST, 100.0, 50.0)
+        assert new.alternatives == {SAFE: 1}
+        assert new.cosine is None  # what was measured is another recipe's
+        assert "timed again on this GPU: 2.00x exact; before: 1.30x exact" in new.reason
+
+    def test_the_entry_s_own_kernel_keeps_its_errors(self, clock) -> None:
+        _, new = self.settled(entry("x", SAFE))
+        assert (new.variant, new.cosine, new.worst_head) == (SAFE, 0.9995, 1)
+
+    def test_a_faster_one_that_was_not_accurate_is_no_candidate(self, clock) -> None:
+        _, new = self.settled(entry("x", FAST))
+        assert new.variant == FAST
+
+    def test_exact_wins_where_it_is_faster_here(self, clock) -> None:
+        clock[SDPA.name] = 20.0
+        _, new = self.settled(entry("x", FAST, alternatives={SAFE: 1}))
+        assert new.variant == SDPA.name
+        assert new.alternatives == {FAST: 1, SAFE: 1}
+
+    def test_alternatives_with_other_numerics_are_dropped(self, clock) -> None:
+        made = entry("x", SAFE, alternatives={FAST: 7, "gone.sage2_8": 1})
+        assert accurate_alternatives(made) == {}
+        _, new = self.settled(made)
+        assert new.variant == SAFE
+        exact = replace(made, variant=SDPA.name)
+        assert self.settled(exact)[1].variant == SDPA.name
+
+    def test_where_nothing_serves_exact_runs_and_says_so(self, clock) -> None:
+        _, new = self.settled(entry("x", FAST), layer(emulate=False))
+        assert new.variant == SDPA.name
+        assert "no accurate kernel serves it here" in new.reason
+
+    def test_on_a_device_without_a_clock_it_waits_and_is_exact(self) -> None:
+        given = call()
+        observer = TimeAgain(entry("x", FAST), Stopwatch(), lambda *_: pytest.fail("settled"))
+        result = observer.observe(layer(), given)
+        assert result is not None
+        assert torch.equal(result[0], run_exact(given)[0])
+
+
+def test_an_emulated_entry_becomes_a_kernel_of_its_recipe(monkeypatch) -> None:
+    made = entry("x", FAST, alternatives={SAFE: 1})
+    released = tuple(replace(variant, withheld=None) for variant in CATALOGUE)
+    monkeypatch.setattr(reuse, "CATALOGUE", released)
+    got = native(made)
+    assert (got.variant, got.cosine) == ("triton.sage2_8", 0.9995)
+    assert "triton.sage2_8 for emulated.sage2_8 of the plan" in got.reason
+    monkeypatch.setattr(reuse, "CATALOGUE", (SDPA,))
+    none = native(made)
+    assert (none.variant, none.cosine) == (SDPA.name, None)
+    assert none.alternatives == {FAST: 1, SAFE: 1}
+
+
+def test_a_kernel_s_entry_becomes_its_emulation() -> None:
+    got = emulation(entry("x", "triton.sage2_8"))
+    assert (got.variant, got.cosine) == (FAST, 0.9995)
+    for name in (FAST, SDPA.name):
+        assert emulation(entry("x", name)) == entry("x", name)
+
+
+def test_stale_entries_say_what_changed() -> None:
+    assert stale(entry("x", FAST)) is None
+    assert "numerics version 9, it is version 1 now" in str(
+        stale(replace(entry("x", FAST), numerics_version=9))
+    )
+    assert "it is gone" in str(stale(entry("x", "cuda.sage2_8")))
+    assert BY_NAME.get("cuda.sage2_8") is None
