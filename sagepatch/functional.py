@@ -16,7 +16,7 @@ from sagepatch.backends.sdpa import run as run_sdpa
 from sagepatch.dispatch import Request
 from sagepatch.errors import InvalidArgument
 from sagepatch.numerics.recipe import EXACT
-from sagepatch.spec import Call, check_mask, check_shapes, mask_kind
+from sagepatch.spec import Call, check_devices, check_mask, check_shapes, mask_kind
 
 Layout = Literal["BHSD", "BSHD"]
 
@@ -133,6 +133,9 @@ def attention(
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     check_shapes(q, k, v)
     _check_options(q, attn_mask, is_causal, scale, causal_offset, window, softcap, sinks)
+    check_devices(
+        q, attn_mask=attn_mask, sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv
+    )
     if attn_mask is not None:
         mask_kind(attn_mask)
         check_mask(attn_mask, q, k)

@@ -180,6 +180,7 @@ class Call:
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuse q, k, v that do not form one attention call."""
+    check_devices(q, k=k, v=v)
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise InvalidArgument(
             f"q, k and v must be 4-dimensional [batch, heads, tokens, head_dim]; "
@@ -199,6 +200,15 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"{q.shape[1]} query heads cannot share {k.shape[1]} key heads: "
             "the second must divide the first"
         )
+
+
+def check_devices(q: Tensor, **others: Tensor | None) -> None:
+    """Refuse tensors that are not on q's device."""
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != q.device:
+            raise InvalidArgument(
+                f"q is on {q.device} and {name} on {tensor.device}: move all tensors to one device"
+            )
 
 
 def check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:

@@ -1,0 +1,70 @@
+"""What `sagepatch.attention` refuses, and that it says why."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from models.layers import call
+
+import sagepatch
+from sagepatch.errors import InvalidArgument, UnknownVariant, VariantRefused
+
+
+def qkv(B: int = 2, Hq: int = 4, Hkv: int = 4, D: int = 32):
+    q, k = call(B=B, H=Hq, D=D).q, call(B=B, H=Hkv, D=D, seed=1)
+    return q, k.k, k.v
+
+
+def test_an_impossible_request_gives_every_reason() -> None:
+    q, k, v = qkv(D=520)
+    with pytest.raises(VariantRefused) as caught:
+        sagepatch.attention(q, k, v, variant="emulated.sage2_8")
+    assert "head_dim is 520, needs 1 to 512" in str(caught.value)
+    with pytest.raises(VariantRefused, match="no such name"):
+        sagepatch.attention(q, k, v, variant="sage9")
+
+
+# case 20
+def test_unknown_keyword_is_a_type_error() -> None:
+    q, k, v = qkv()
+    with pytest.raises(TypeError):
+        sagepatch.attention(q, k, v, attn_mask=None, nonsense=1)  # type: ignore[call-overload]
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    q, k, v = qkv(Hq=8, Hkv=3)
+    with pytest.raises(ValueError, match="cannot share"):
+        sagepatch.attention(q, k, v)
+
+
+# case 48
+@pytest.mark.parametrize("name", ["k", "v", "attn_mask", "sinks", "cu_seqlens_q"])
+def test_tensors_on_several_devices_are_refused(name: str) -> None:
+    q, k, v = qkv(B=1)
+    given = {
+        "k": k,
+        "v": v,
+        "attn_mask": torch.zeros(33, 47),
+        "sinks": torch.zeros(4),
+        "cu_seqlens_q": torch.tensor([0, 33]),
+    }
+    elsewhere = {"k": k, "v": v, name: given[name].to("meta")}
+    with pytest.raises(InvalidArgument, match=f"q is on cpu and {name} on meta"):
+        sagepatch.attention(q, **elsewhere)
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf])
+def test_a_scale_that_is_no_number_is_refused(scale: float) -> None:
+    q, k, v = qkv()
+    with pytest.raises(InvalidArgument, match="must be finite"):
+        sagepatch.attention(q, k, v, scale=scale)
+
+
+@pytest.mark.parametrize("name", ["cuda.sage2_8", "sage9", "", "triton.exact", 3, None], ids=str)
+def test_names_that_no_kernel_has_are_refused_with_those_there_are(name) -> None:
+    q, k, v = qkv()
+    with pytest.raises(UnknownVariant, match="no such name; give ") as caught:
+        sagepatch.attention(q, k, v, variant=name)
+    assert ("emulated.sage2_8" in str(caught.value)) == (name == "cuda.sage2_8")
