@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,8 +39,6 @@ Report = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-__all__ = ["NEW_TOKENS"]
-
 
 def job_of(
     source: Source,
@@ -61,8 +60,6 @@ def job_of(
     }
     options: dict[str, Any] = dict(source.preset.call) if source.preset else {}
     if source.is_demo:
-        from dataclasses import asdict
-
         from sagepatch.demo import DEFAULTS
 
         options = asdict(DEFAULTS)

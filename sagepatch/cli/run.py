@@ -14,7 +14,7 @@ import typer
 from sagepatch.api import Patch, apply, calibrate
 from sagepatch.cli import options as o
 from sagepatch.cli.console import out, progress, say, tell
-from sagepatch.cli.generation import Job, Made, check, generate, patched_part, prepare
+from sagepatch.cli.generation import NEW_TOKENS, Job, Made, check, generate, patched_part, prepare
 from sagepatch.cli.loading import LanguageModel, Placement, load
 from sagepatch.cli.rehearsal import rehearse
 from sagepatch.cli.saving import (
@@ -87,7 +87,7 @@ def run(
     width: o.Width = None,
     height: o.Height = None,
     frames: o.Frames = None,
-    tokens: o.Tokens = o.NEW_TOKENS,
+    tokens: o.Tokens = NEW_TOKENS,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     offload: o.Offload = "none",
