@@ -1,5 +1,4 @@
-"""What a report says, as values: one row a layer, the headline, the machine. Renders nothing
-itself.
+"""What a report says, as values: one row a layer, the counts, the machine. Renders nothing itself.
 
 Renderers are loaded by name where they are used, so that building a report costs nothing.
 """
@@ -7,6 +6,8 @@ Renderers are loaded by name where they are used, so that building a report cost
 from __future__ import annotations
 
 import os
+import re
+import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,14 +15,24 @@ from typing import TYPE_CHECKING, Any
 
 from sagepatch.backends.catalogue import BY_NAME, SDPA
 from sagepatch.env import Machine
+from sagepatch.errors import InvalidArgument
 from sagepatch.layer import PatchedLayer
+from sagepatch.ledger import Record
 from sagepatch.patchers.site import Left
 from sagepatch.plan import PlanEntry, write_text
+from sagepatch.report.printable import printable, printable_deep
+from sagepatch.report.summary import AttentionTime, Counts, condensed, headline, why_exact
+from sagepatch.spec import AttnSpec
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
     from sagepatch.report.pictures import Comparison
+
+EMULATION = "Emulated kernels: slower than exact attention. This shows accuracy, not speed."
+NOT_RUN = "No call was counted yet: run the model, then ask again."
+_MASK = re.compile(r" mask (\w+)")
+_UNMEASURED = PlanEntry("", "", "", 0, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +42,9 @@ class LayerRow:
 
     `variant` is what the layer runs, `calls` counts its calls, `fallbacks` maps a reason to the
     calls that ran exact because of it, `replaced_by` names what took our place in the model.
+    `shape` and `mask` describe its most frequent call of several queries, `measured_on` the calls
+    that were measured, `calls_as_measured` counts the calls that are exactly like one of those.
+    `worst_call` is the number of the call with the lowest cosine.
     """
 
     name: str
@@ -38,19 +52,24 @@ class LayerRow:
     variant: str
     tier: str
     cosine: float | None
+    cosine_mean: float | None
     rel_l1: float | None
     rmse: float | None
     norm_ratio: float | None
     worst_head: int | None
+    worst_call: int | None
+    max_abs_v: float | None
     us_exact: float | None
     us_chosen: float | None
     calls: int
     quantised_calls: int
+    calls_as_measured: int
     by_variant: dict[str, int]
     fallbacks: dict[str, int]
     shape: str | None
-    mask: str
+    mask: str | None
     samples: int
+    measured_on: tuple[str, ...]
     reason: str
     replaced_by: str | None
     notes: tuple[str, ...]
@@ -58,7 +77,13 @@ class LayerRow:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The account of one patch. Prints itself; see also `to_json`, `to_html` and `plot`."""
+    """The account of one patch. Prints itself; see also `to_json`, `to_html` and `plot`.
+
+    `run_seconds` is the duration of the run that made the counted calls, None where unknown.
+
+    >>> print(patch.report())
+    >>> patch.report().to_html("report.html")
+    """
 
     model: str
     layers: tuple[LayerRow, ...]
@@ -68,38 +93,49 @@ class Report:
     emulated: bool
     warnings: tuple[str, ...]
     pictures: Comparison | None = None
+    run_seconds: float | None = None
+
+    @property
+    def counts(self) -> Counts:
+        """How many layers were found, patched by tier, left alone, and lost their patch."""
+        return Counts.of(self.layers, len(self.left))
+
+    def attention(self) -> AttentionTime | None:
+        """Time in attention and what the kernels gain; None where nothing was timed."""
+        return None if self.emulated else AttentionTime.of(self.layers, self.run_seconds)
 
     def headline(self) -> str:
         """One sentence: how many layers were found and what they run."""
-        tiers = Counter(row.tier for row in self.layers)
-        shares = ", ".join(f"{tiers[tier]} {tier}" for tier in ("fast", "safe", "exact"))
-        found = len(self.layers) + len(self.left)
-        text = (
-            f"{self.model}: {found} attention layers found, {len(self.layers)} patched ({shares})"
-        )
-        if self.left:
-            text += f", {len(self.left)} left alone"
-        lost = sum(row.replaced_by is not None for row in self.layers)
-        if lost:
-            text += f"; {lost} no longer patched, apply again to repair"
-        return text
+        return headline(self.model, self.counts)
 
     def remarks(self) -> tuple[str, ...]:
-        """What a reader must know before the numbers: emulation, warnings, layers that lost their
-        patch.
-        """
-        found: list[str] = []
-        if self.emulated:
-            found.append(
-                "Emulated kernels: slower than exact attention. This shows accuracy, not speed."
-            )
-        elif self.layers and all(row.variant == SDPA.name for row in self.layers):
-            found.append("Every layer runs exact attention; the last column says why.")
+        """What a reader must know before the numbers: emulation, why layers run exact, warnings."""
+        found = [EMULATION] if self.emulated else []
+        why = why_exact(self.layers)
+        if why is not None:
+            found.append(why)
+            if not any(row.tier != "exact" for row in self.layers):
+                found += self._problems()
+        if self.layers and not any(row.calls for row in self.layers):
+            found.append(NOT_RUN)
         return (*found, *self.warnings)
+
+    def _problems(self) -> list[str]:
+        """What keeps kernels from running on this machine, as the machine's description says."""
+        told = self.machine.get("problems")
+        return [str(one) for one in told] if isinstance(told, list | tuple) else []
 
     def with_pictures(self, pictures: Comparison) -> Report:
         """This report with the picture of the exact run beside that of the quantised one."""
         return replace(self, pictures=pictures)
+
+    def with_run_time(self, seconds: float) -> Report:
+        """This report with the duration of the run that made the counted calls, every layer being
+        settled before: the share of attention and the gain of the whole run follow from it.
+        """
+        if not seconds > 0:
+            raise InvalidArgument(f"a run of {seconds} s: needs more than 0")
+        return replace(self, run_seconds=seconds)
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """The report as JSON text (schema: docs/report.md), written to `path` if one is given."""
@@ -127,7 +163,8 @@ class Report:
     def __str__(self) -> str:
         from sagepatch.report.render_table import render_text
 
-        return render_text(self)
+        columns = shutil.get_terminal_size(fallback=(120, 24)).columns
+        return render_text(self, min(160, max(60, columns)))
 
 
 def report_of(
@@ -142,49 +179,95 @@ def report_of(
     emulated: bool,
     warnings: Sequence[str],
 ) -> Report:
-    """Build a report from the state of a patch."""
-    rows = tuple(_row(layer, entries[layer.name], replaced.get(layer.name)) for layer in layers)
+    """Build a report from the state of a patch; every text in it is printable."""
     return Report(
-        parts,
-        rows,
-        tuple(left),
-        machine.to_dict(),
+        printable(parts),
+        tuple(row_of(layer, entries[layer.name], replaced.get(layer.name)) for layer in layers),
+        tuple(Left(printable(one.name), one.kind, printable(one.reason)) for one in left),
+        printable_deep(machine.to_dict()),
         threshold,
         emulated,
-        tuple(warnings),
+        tuple(map(printable, warnings)),
     )
 
 
-def _row(layer: PatchedLayer, entry: PlanEntry, replaced_by: str | None) -> LayerRow:
-    record = layer.record
-    variant = layer.runs
-    exact_calls = record.by_variant[SDPA.name]
-    seen = record.specs.most_common(1)
-    reason = layer.reason if layer.demoted is None else f"demoted: {layer.demoted}"
-    measured = variant == entry.variant
+def row_of(layer: PatchedLayer, entry: PlanEntry, replaced_by: str | None) -> LayerRow:
+    """One layer as of now. A layer whose kernel has served none of its calls runs exact attention,
+    whatever it was told to run.
+    """
+    # Another thread may be running the layer: count on copies.
+    record = _copied(layer.record)
+    quantised = record.by_variant.total() - record.by_variant[SDPA.name]
+    told = layer.runs
+    idle = quantised == 0 and bool(record.fallbacks)
+    variant = SDPA.name if idle else told
+    measured = entry if variant == entry.variant else _UNMEASURED
+    typical = _typical(record.specs)
+    shape = str(typical) if typical is not None else entry.shape
     return LayerRow(
-        name=layer.name,
+        name=printable(layer.name),
         kind=layer.kind,
         variant=variant,
         tier=BY_NAME[variant].tier,
-        cosine=entry.cosine if measured else None,
-        rel_l1=entry.rel_l1 if measured else None,
-        rmse=entry.rmse if measured else None,
-        norm_ratio=entry.norm_ratio if measured else None,
-        worst_head=entry.worst_head if measured else None,
+        cosine=measured.cosine,
+        cosine_mean=measured.cosine_mean,
+        rel_l1=measured.rel_l1,
+        rmse=measured.rmse,
+        norm_ratio=measured.norm_ratio,
+        worst_head=measured.worst_head,
+        worst_call=measured.worst_call,
+        max_abs_v=entry.max_abs_v,
         us_exact=entry.us_exact,
-        us_chosen=entry.us_chosen if measured else None,
+        us_chosen=entry.us_exact if variant == SDPA.name else measured.us_chosen,
         calls=record.calls,
-        quantised_calls=sum(record.by_variant.values()) - exact_calls,
+        quantised_calls=quantised,
+        calls_as_measured=sum(n for spec, n in record.specs.items() if str(spec) in entry.shapes),
         by_variant=dict(record.by_variant),
         fallbacks=dict(record.fallbacks),
-        shape=str(seen[0][0]) if seen else entry.shape,
-        mask=seen[0][0].mask.value if seen else "unknown",
+        shape=shape,
+        mask=None if shape is None else _mask(shape),
         samples=entry.samples,
-        reason=reason,
-        replaced_by=replaced_by,
-        notes=tuple(record.notes),
+        measured_on=entry.shapes,
+        reason=printable(_why(layer, record, told, idle)),
+        replaced_by=None if replaced_by is None else printable(replaced_by),
+        notes=tuple(map(printable, record.notes)),
     )
+
+
+def _why(layer: PatchedLayer, record: Record, told: str, idle: bool) -> str:
+    if layer.demoted is not None:
+        return f"demoted: {layer.demoted}"
+    always = record.calls > 0 and record.fallbacks.total() >= record.calls
+    if not (idle and (always or told != SDPA.name)):
+        return layer.reason
+    top = record.fallbacks.most_common(1)[0][0]
+    return "; ".join(filter(None, [top, layer.reason]))
+
+
+def _copied(record: Record) -> Record:
+    """The record as of now, equal reasons of different kernels taken together."""
+    fallbacks: Counter[str] = Counter()
+    for reason, count in record.fallbacks.copy().items():
+        fallbacks[printable(condensed(reason))] += count
+    return Record(
+        record.calls,
+        record.by_variant.copy(),
+        fallbacks,
+        record.specs.copy(),
+        list(record.notes),
+    )
+
+
+def _typical(specs: Counter[AttnSpec]) -> AttnSpec | None:
+    """The most frequent call of several queries, of any where there is none such."""
+    several = Counter({spec: count for spec, count in specs.items() if spec.q_len > 1})
+    seen = (several or specs).most_common(1)
+    return seen[0][0] if seen else None
+
+
+def _mask(shape: str) -> str:
+    found = _MASK.search(shape)
+    return found[1] if found else "none"
 
 
 def _written(text: str, path: str | os.PathLike[str] | None) -> str:

@@ -5,27 +5,53 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from sagepatch.errors import ModelError
+from sagepatch.numerics.recipe import TIERS
 from sagepatch.patchers.site import Left
 from sagepatch.report.model import LayerRow, Report
+from sagepatch.report.pictures import Comparison
+from sagepatch.report.printable import printable_deep
 
 SCHEMA = 1
+# The fields of a report that stand at the top of its JSON, with their types.
+_TOP = {
+    "model": "str",
+    "threshold": "float",
+    "emulated": "bool",
+    "warnings": "tuple[str, ...]",
+    "run_seconds": "float | None",
+}
+_SCORES = {"psnr_db": "float | None", "ssim": "float", "frames": "int", "worst_frame": "int"}
 
 
 def render(report: Report) -> str:
     """JSON text; what was not measured is null, never NaN."""
-    pictures = report.pictures
+    pictures, attention = report.pictures, report.attention()
     data = {
         "schema": SCHEMA,
         "model": report.model,
         "headline": report.headline(),
+        "counts": asdict(report.counts),
         "threshold": report.threshold,
         "emulated": report.emulated,
         "warnings": list(report.warnings),
+        "run_seconds": report.run_seconds,
+        "attention": None
+        if attention is None
+        else {
+            "layers": attention.layers,
+            "calls": attention.calls,
+            "us_exact": attention.us_exact,
+            "us_chosen": attention.us_chosen,
+            "gain": attention.gain,
+            "share": attention.share,
+            "run_gain": attention.run_gain,
+        },
         "pictures": None if pictures is None else pictures.scores(),
         "layers": [asdict(row) for row in report.layers],
         "left": [asdict(layer) for layer in report.left],
@@ -35,34 +61,101 @@ def render(report: Report) -> str:
 
 
 def load(path: str | os.PathLike[str]) -> Report:
-    """Read a report that `render` wrote; its pictures are not in it. Raises `ModelError`."""
+    """Read a report that `render` wrote; of its pictures only the scores are in it. Fields it does
+    not know are skipped. Raises `ModelError` for anything but a report.
+    """
     name = os.fspath(path)
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        data = json.loads(text, parse_constant=lambda _: None)
     except OSError as error:
         raise ModelError(f"cannot read the report {name}: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"{name} is not a JSON report: {error}") from error
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
         raise ModelError(f"{name} has report schema {found!r}, this version reads {SCHEMA}")
-    known = {field.name for field in fields(LayerRow)}
     try:
-        rows = []
-        for row in data["layers"]:
-            values = {key: value for key, value in row.items() if key in known}
-            rows.append(LayerRow(**{**values, "notes": tuple(values["notes"])}))
-        return Report(
-            data["model"],
-            tuple(rows),
-            tuple(Left(**layer) for layer in data["left"]),
-            data["machine"],
-            data["threshold"],
-            data["emulated"],
-            tuple(data["warnings"]),
-        )
-    except (KeyError, TypeError) as error:
-        raise ModelError(f"{name} is not a whole report: {error}") from error
+        return _report(printable_deep(_finite(data)))
+    except (_Unfit, RecursionError) as unfit:
+        raise ModelError(f"{name} is not a whole report: {unfit}") from unfit
+
+
+class _Unfit(Exception):
+    """What is missing or of another type."""
+
+
+def _report(data: dict[str, Any]) -> Report:
+    layers = [_typed(row, _declared(LayerRow), "a layer") for row in _rows(data, "layers")]
+    left = [_typed(row, _declared(Left), "a layer left alone") for row in _rows(data, "left")]
+    for row in layers:
+        if row["tier"] not in TIERS:
+            raise _Unfit(f"tier is {row['tier']!r}, needs {', '.join(TIERS)}")
+    if not isinstance(data.get("machine"), dict):
+        raise _Unfit("machine is no object")
+    return Report(
+        layers=tuple(LayerRow(**row) for row in layers),
+        left=tuple(Left(**row) for row in left),
+        machine=data["machine"],
+        pictures=_pictures(data.get("pictures")),
+        **_typed(data, _TOP, "the report"),
+    )
+
+
+def _pictures(data: Any) -> Comparison | None:
+    if data is None:
+        return None
+    scores = _typed(data, _SCORES, "pictures")
+    psnr_db = math.inf if scores["psnr_db"] is None else scores["psnr_db"]
+    return Comparison((), (), psnr_db, scores["ssim"], scores["worst_frame"], scores["frames"])
+
+
+def _rows(data: dict[str, Any], key: str) -> list[Any]:
+    rows = data.get(key)
+    if not isinstance(rows, list):
+        raise _Unfit(f"{key} is no list")
+    return rows
+
+
+def _declared(cls: type) -> dict[str, str]:
+    return {field.name: str(field.type) for field in fields(cls)}
+
+
+def _typed(value: Any, declared: dict[str, str], where: str) -> dict[str, Any]:
+    """The declared fields of a JSON object, each checked; others are skipped."""
+    if not isinstance(value, dict):
+        raise _Unfit(f"{where} is {type(value).__name__}, needs an object")
+    missing = sorted(set(declared) - set(value))
+    if missing:
+        raise _Unfit(f"{where} lacks {', '.join(missing)}")
+    for name, kind in declared.items():
+        if not _is(value[name], kind):
+            raise _Unfit(f"{name} of {where} is {value[name]!r}, needs {kind}")
+    return {
+        name: tuple(value[name]) if kind.startswith("tuple") else value[name]
+        for name, kind in declared.items()
+    }
+
+
+def _is(value: Any, kind: str) -> bool:
+    base, _, optional = kind.partition(" | ")
+    if value is None:
+        return bool(optional)
+    if base == "tuple[str, ...]":
+        return isinstance(value, list) and _all(value, str)
+    if base == "dict[str, int]":
+        return isinstance(value, dict) and _all(value.values(), int)
+    if base == "float":
+        return _all([value], (int, float))
+    return _all([value], {"str": str, "int": int, "bool": bool}.get(base, str))
+
+
+def _all(values: Iterable[object], kind: type | tuple[type, ...]) -> bool:
+    """Whether all are of that type; a bool counts as one alone."""
+    return all(
+        isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        for value in values
+    )
 
 
 def _finite(value: Any) -> Any:

@@ -1,15 +1,26 @@
-"""The report as a PNG plot: each layer's errors, coloured by tier. Needs matplotlib."""
+"""The report as a PNG plot: each layer's errors and times, coloured by tier. Needs matplotlib."""
 
 from __future__ import annotations
 
 import io
 import os
+from collections.abc import Sequence
+from typing import Any
 
+from sagepatch.calibration.choose import error_bound
 from sagepatch.errors import MachineError
 from sagepatch.plan import write_bytes
-from sagepatch.report.model import Report
+from sagepatch.report.model import LayerRow, Report
 
-_COLOURS = {"fast": "#2a9d58", "safe": "#2b7bba", "exact": "#c9a227"}
+_COLOURS = {"fast": "#2a9d58", "safe": "#2b7bba", "exact": "#b8860b"}
+_LIMIT, _EXACT_TIME, _PALE = "#b03030", "#c3cbc6", "#707a74"
+# Less than this is rounding: the axis of 1 - cosine starts here.
+_SMALLEST = 1e-7
+_DPI = 120
+_ROW_INCHES, _TALLEST_INCHES = 0.26, 60.0
+# Beyond this many layers only some are named.
+_MOST_LABELS = 200
+_LONGEST_NAME = 60
 
 
 def render(report: Report, path: str | os.PathLike[str]) -> None:
@@ -22,21 +33,81 @@ def render(report: Report, path: str | os.PathLike[str]) -> None:
             'plots need matplotlib: pip install "sagepatch[plot]", or ask for .html or .json'
         ) from error
     rows = report.layers
-    figure = Figure(figsize=(9, 2 + 0.28 * max(1, len(rows))), layout="constrained")
+    timed = any(row.us_exact is not None for row in rows)
+    tall = min(_TALLEST_INCHES, 2.2 + _ROW_INCHES * max(3, len(rows)))
+    figure = Figure(figsize=(13 if timed else 10.5, tall), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, 2, sharey=True)
-    places = list(range(len(rows)))
-    colours = [_COLOURS[row.tier] for row in rows]
-    lost = [0.0 if row.cosine is None else max(1 - row.cosine, 1e-9) for row in rows]
-    axes[0].barh(places, lost, color=colours)
-    axes[0].axvline(1 - report.threshold, color="#b03030", linestyle="--", linewidth=1)
+    axes = figure.subplots(1, 3 if timed else 2, sharey=True)
+    _errors(axes[0], report, "cosine")
     axes[0].set_xscale("log")
-    axes[0].set_xlabel("1 - cosine (worst head; dashed: threshold)")
-    axes[1].barh(places, [row.rel_l1 or 0.0 for row in rows], color=colours)
-    axes[1].set_xlabel("relative L1 (worst head)")
-    axes[0].set_yticks(places, [f"{row.name}  {row.variant}" for row in rows], fontsize=7)
-    axes[0].invert_yaxis()
-    figure.suptitle(report.headline(), fontsize=9)
+    axes[0].set_xlim(left=_SMALLEST, right=1)
+    axes[0].set_xlabel("1 - cosine, worst head")
+    _errors(axes[1], report, "rel_l1")
+    axes[1].set_xlim(left=0)
+    axes[1].set_xlabel("relative L1, worst head")
+    if timed:
+        _times(axes[2], rows)
+    labelled = range(0, len(rows), -(-len(rows) // _MOST_LABELS) or 1)
+    labels = [f"{_short(rows[place].name)}  {rows[place].variant}" for place in labelled]
+    # A layer's name is no formula, whatever signs are in it.
+    axes[0].set_yticks(labelled, labels, fontsize=7, parse_math=False)
+    axes[0].set_ylim(max(len(rows), 1) - 0.4, -0.6)
+    for one in axes:
+        one.grid(axis="x", color="#e3e7e3", linewidth=0.6)
+        one.set_axisbelow(True)
+    figure.suptitle(_title(report), fontsize=9, parse_math=False)
+    _legend(figure, rows)
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
+    figure.savefig(buffer, format="png", dpi=_DPI)
     write_bytes(path, buffer.getvalue())
+
+
+def _errors(axis: Any, report: Report, metric: str) -> None:
+    """A dot a measured layer, a word where there is none, a line at what is admitted."""
+    limit = error_bound(report.threshold)
+    if metric == "cosine":
+        limit = 1 - report.threshold
+    if 0 < limit < 1:
+        axis.axvline(limit, color=_LIMIT, linestyle="--", linewidth=1)
+    places: dict[str, list[int]] = {tier: [] for tier in _COLOURS}
+    errors: dict[str, list[float]] = {tier: [] for tier in _COLOURS}
+    for place, row in enumerate(report.layers):
+        value = getattr(row, metric)
+        if value is not None:
+            places[row.tier].append(place)
+            error = max(1 - value, _SMALLEST) if metric == "cosine" else value
+            errors[row.tier].append(error)
+        elif len(report.layers) <= _MOST_LABELS:
+            word = "exact" if row.tier == "exact" else "not measured"
+            where = (0.02, place)
+            place_in = ("axes fraction", "data")
+            axis.annotate(word, where, xycoords=place_in, fontsize=6, color=_PALE, va="center")
+    for tier, colour in _COLOURS.items():
+        axis.plot(errors[tier], places[tier], "o", color=colour, markersize=5)
+
+
+def _times(axis: Any, rows: Sequence[LayerRow]) -> None:
+    """Exact attention as a pale bar, what the layer runs as a narrow one on it."""
+    places = range(len(rows))
+    axis.barh(places, [row.us_exact or 0.0 for row in rows], color=_EXACT_TIME, height=0.7)
+    chosen = [row.us_chosen or 0.0 for row in rows]
+    axis.barh(places, chosen, color=[_COLOURS[row.tier] for row in rows], height=0.35)
+    axis.set_xlabel("us a call: exact (pale), now")
+
+
+def _legend(figure: Any, rows: Sequence[LayerRow]) -> None:
+    from matplotlib.lines import Line2D
+
+    tiers = [tier for tier in _COLOURS if any(row.tier == tier for row in rows)]
+    marks = [Line2D([], [], color=_COLOURS[t], marker="o", linestyle="", label=t) for t in tiers]
+    limit = Line2D([], [], color=_LIMIT, linestyle="--", label="threshold")
+    figure.legend(handles=[*marks, limit], loc="outside lower center", ncols=4, fontsize=8)
+
+
+def _title(report: Report) -> str:
+    emulated = "\nEmulated kernels: accuracy, not speed" if report.emulated else ""
+    return report.headline() + emulated
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else "..." + name[-_LONGEST_NAME:]

@@ -84,7 +84,7 @@ class TestFlux:
     def test_a_variant_is_a_wish(self, sage: Sage) -> None:
         ended = sage(*FLUX, "--variant", "fast")
         assert ended.code == 0, ended.err
-        assert "4 calls ran exact" in ended.out
+        assert "16 calls ran exact" in ended.out
 
     # case 66
     def test_strict_makes_it_a_demand_before_the_run(self, sage: Sage) -> None:

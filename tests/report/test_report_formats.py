@@ -1,65 +1,39 @@
-"""One report in every format: strict JSON that reads back, escaped HTML, a plain table, a plot."""
+"""One report in every format: strict JSON, escaped HTML, a plain table, a plot, whole files."""
 
 from __future__ import annotations
 
 import builtins
+import errno
 import json
-import math
+import os
+import re
+import warnings
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
+from report_rows import EXACT, REPORT, ROW
 
-from sagepatch.errors import MachineError, ModelError
+from sagepatch.errors import MachineError
 from sagepatch.patchers.site import Left
-from sagepatch.report.model import LayerRow, Report
 from sagepatch.report.pictures import Comparison
-from sagepatch.report.render_json import load
+from sagepatch.report.render_html import SHADES
+from sagepatch.report.render_table import render_text
 
-EVIL = "blocks.<script>alert('x')</script>&amp;"
-ROW = LayerRow(
-    name="blocks.0.attn",
-    kind="joint",
-    variant="triton.sage2_8",
-    tier="fast",
-    cosine=0.99931,
-    rel_l1=0.0345,
-    rmse=3.5e-3,
-    norm_ratio=0.999,
-    worst_head=7,
-    us_exact=442.0,
-    us_chosen=331.0,
-    calls=28,
-    quantised_calls=24,
-    by_variant={"triton.sage2_8": 24, "sdpa.exact": 4},
-    fallbacks={"short: a single query": 2},
-    shape="1x24x4608x4608x128 bf16",
-    mask="none",
-    samples=4,
-    reason="cosine 0.99931 in the worst head, 1.34x exact",
-    replaced_by=None,
-    notes=(),
-)
-LOST = replace(ROW, name=EVIL, replaced_by="SlicedAttnProcessor", cosine=math.nan, us_exact=None)
-REPORT = Report(
-    "FluxPipeline",
-    (ROW, LOST),
-    (Left("vae.mid.attn", "self", "head_dim is 512, needs 8 to 256"),),
-    {"gpus": [{"name": "NVIDIA H200"}], "versions": {"torch": "2.11"}},
-    0.998,
-    False,
-    ("blocks.0.attn: measured on one shape, has also run another",),
-)
+
+def _pair(first: int = 90, second: int = 90) -> tuple[np.ndarray, np.ndarray]:
+    ramp = np.arange(16, dtype=np.uint8)[:, None, None].repeat(16, 1).repeat(3, 2)
+    return ramp + np.uint8(first), ramp + np.uint8(second)
 
 
 def _schema(value: object, schema: object, path: str = "report") -> None:
-    """A check in the form of docs/report.md: types by name, `?` for null."""
+    """A check in the form of docs/report.md: types by name, `?` for null, nothing undeclared."""
     if isinstance(schema, dict):
         assert isinstance(value, dict), path
+        assert set(value) == set(schema), path
         for key, inner in schema.items():
-            assert key in value, f"{path}.{key} is missing"
             _schema(value[key], inner, f"{path}.{key}")
     elif isinstance(schema, list):
         assert isinstance(value, list), path
@@ -72,97 +46,234 @@ def _schema(value: object, schema: object, path: str = "report") -> None:
             return
         types = {"str": str, "num": (int, float), "int": int, "bool": bool, "obj": dict}
         assert isinstance(value, types[kind.rstrip("?")]), f"{path} is {value!r}, needs {kind}"
+        assert isinstance(value, bool) == (kind == "bool"), path
 
 
 LAYER = {
     "name": "str", "kind": "str", "variant": "str", "tier": "str", "cosine": "num?",
-    "rel_l1": "num?", "rmse": "num?", "norm_ratio": "num?", "worst_head": "int?",
-    "us_exact": "num?", "us_chosen": "num?", "calls": "int", "quantised_calls": "int",
-    "by_variant": "obj", "fallbacks": "obj", "shape": "str?", "mask": "str", "samples": "int",
-    "reason": "str", "replaced_by": "str?", "notes": ["str"],
+    "cosine_mean": "num?", "rel_l1": "num?", "rmse": "num?", "norm_ratio": "num?",
+    "worst_head": "int?", "worst_call": "int?", "max_abs_v": "num?", "us_exact": "num?",
+    "us_chosen": "num?", "calls": "int", "quantised_calls": "int", "calls_as_measured": "int",
+    "by_variant": "obj", "fallbacks": "obj", "shape": "str?", "mask": "str?", "samples": "int",
+    "measured_on": ["str"], "reason": "str", "replaced_by": "str?", "notes": ["str"],
 }  # fmt: skip
+COUNTS = ("found", "patched", "fast", "safe", "exact", "left", "lost")
+ATTENTION = {
+    "layers": "int", "calls": "int", "us_exact": "num", "us_chosen": "num", "gain": "num",
+    "share": "num?", "run_gain": "num?",
+}  # fmt: skip
+PICTURES = {"psnr_db": "num?", "ssim": "num", "frames": "int", "worst_frame": "int"}
 SCHEMA = {
-    "schema": "int", "model": "str", "headline": "str", "threshold": "num", "emulated": "bool",
-    "warnings": ["str"], "pictures": "obj?", "layers": [LAYER],
+    "schema": "int", "model": "str", "headline": "str", "counts": dict.fromkeys(COUNTS, "int"),
+    "threshold": "num", "emulated": "bool", "warnings": ["str"], "run_seconds": "num?",
+    "attention": ATTENTION, "pictures": PICTURES, "layers": [LAYER],
     "left": [{"name": "str", "kind": "str", "reason": "str"}], "machine": "obj",
 }  # fmt: skip
 
 
-def test_json_follows_its_schema_and_reads_back(tmp_path: Path) -> None:
-    text = REPORT.to_json(tmp_path / "r.json")
+def test_json_follows_its_schema() -> None:
+    full = replace(REPORT, layers=(*REPORT.layers, EXACT)).with_run_time(2.0)
+    text = full.with_pictures(Comparison.of(*([one] for one in _pair()))).to_json()
     data = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
     _schema(data, SCHEMA)
+    assert data["schema"] == 1
     assert data["layers"][1]["cosine"] is None
-    again = load(tmp_path / "r.json")
-    assert again.layers[0] == ROW
-    assert again.left == REPORT.left
-    assert again.headline() == REPORT.headline()
+    assert data["pictures"]["psnr_db"] is None
+    bare = json.loads(replace(REPORT, layers=()).to_json())
+    _schema(bare, {**SCHEMA, "attention": "obj?", "pictures": "obj?"})
+    assert bare["attention"] is bare["pictures"] is bare["run_seconds"] is None
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [("{", "not a JSON report"), ("[]", "report schema 'list'"), ('{"schema": 9}', "schema 9")],
-)
-def test_a_file_that_is_no_report(tmp_path: Path, text: str, said: str) -> None:
-    (tmp_path / "r.json").write_text(text)
-    with pytest.raises(ModelError, match=said):
-        load(tmp_path / "r.json")
-    with pytest.raises(ModelError, match="cannot read"):
-        load(tmp_path / "absent.json")
+def test_the_documented_schema_is_the_checked_one() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| (`.+?) \|", text, re.MULTILINE)
+    named = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    assert named == {*SCHEMA, *LAYER}
+    for inner in (*COUNTS, *ATTENTION, *PICTURES):
+        assert f"`{inner}`" in text, inner
 
 
-class _Tags(HTMLParser):
-    def __init__(self) -> None:
+class _Page(HTMLParser):
+    """The start tags and the shown text of a page."""
+
+    def __init__(self, page: str) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(page)
+        self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
 
+    def handle_data(self, data: str) -> None:
+        self.text += data
 
-def test_html_is_one_safe_page() -> None:
-    grey = np.full((8, 8, 3), 90, np.uint8)
-    page = REPORT.with_pictures(Comparison.of([grey], [grey])).to_html()
-    parser = _Tags()
-    parser.feed(page)
-    names = [tag for tag, _ in parser.tags]
-    assert "script" not in names
-    assert "link" not in names
-    images = [attributes["src"] or "" for tag, attributes in parser.tags if tag == "img"]
-    assert len(images) == 2
+
+def test_html_is_one_page_that_loads_and_runs_nothing() -> None:
+    page = REPORT.with_pictures(Comparison.of(*([one] for one in _pair(90, 91)))).to_html()
+    tags = _Page(page).tags
+    assert {name for name, _ in tags}.isdisjoint({"script", "link", "iframe", "object", "form"})
+    images = [attributes["src"] or "" for tag, attributes in tags if tag == "img"]
+    assert len(images) == 3
     assert all(source.startswith("data:image/png;base64,") for source in images)
-    assert "default-src 'none'" in page
-    assert "&lt;script&gt;" in page
-    for text in ("triton.sage2_8", "0.99931", "NVIDIA H200", "SlicedAttnProcessor", "vae.mid.attn"):
-        assert text in page
+    policy = [a["content"] for t, a in tags if a.get("http-equiv") == "Content-Security-Policy"]
+    assert policy[0] is not None
+    assert policy[0].startswith("default-src 'none'; img-src data:;")
+    assert "http://" not in page
+    assert "https://" not in page
+    handlers = [name for _, attributes in tags for name in attributes if name.startswith("on")]
+    assert handlers == []
+
+
+def test_html_escapes_every_text() -> None:
+    evil = "\"'><img src=x onerror=alert(1)>"
+    row = replace(
+        ROW, name=evil, kind=evil, variant=evil, reason=evil, replaced_by=evil, notes=(evil,),
+        fallbacks={evil: 1}, by_variant={evil: 1}, shape=evil, mask=evil, measured_on=(evil,),
+    )  # fmt: skip
+    bad = replace(
+        REPORT, model=evil, layers=(row, replace(row, replaced_by=None)),
+        left=(Left(evil, "self", evil),), machine={evil: {evil: [evil]}}, warnings=(evil,),
+    )  # fmt: skip
+    shown = _Page(bad.to_html())
+    assert not [tag for tag, _ in shown.tags if tag == "img"]
+    assert shown.text.count(evil) > 15
+
+
+def test_html_says_all() -> None:
+    text = _Page(replace(REPORT, layers=(*REPORT.layers, EXACT)).to_html()).text
+    for part in (
+        *("triton.sage2_8", "0.99931", "3.50e-03", "442", "331", "24/28", "1x24x4608x4608x128"),
+        *("NVIDIA H200", "SlicedAttnProcessor", "vae.mid.attn", "needs 8 to 256", "number 4"),
+        *("short: a single query", "no kernel is accurate enough", "12.5"),
+    ):
+        assert part in text, part
+
+
+@pytest.mark.parametrize(
+    ("threshold", "cosine", "shade"),
+    [
+        (0.998, 1.0, 0),
+        (0.998, 0.999, SHADES // 2),
+        (0.998, 0.9, SHADES),
+        (0.99, 0.995, SHADES // 2),
+        (0.0, 0.999, SHADES // 2),
+        (1.01, 0.999, SHADES // 2),
+        (0.998, 1.0000001, 0),
+    ],
+)
+def test_heat_is_relative_to_what_is_admitted(threshold: float, cosine: float, shade: int) -> None:
+    rows = (replace(ROW, cosine=cosine), EXACT)
+    page = replace(REPORT, layers=rows, left=(), threshold=threshold).to_html()
+    cells = re.findall(r'<td class="n( h\d+)?">', page.partition("Heat map")[2])
+    assert cells[0] == f" h{shade}"
+    assert cells[3:] == ["", "", ""]
+
+
+def test_html_of_a_video_shows_the_worst_frame() -> None:
+    (a, b), (_, c) = _pair(90, 91), _pair(90, 130)
+    report = REPORT.with_pictures(Comparison.of([a, a, a], [b, c, b]))
+    assert "Picture 2 of 3, the one that differs most." in report.to_html()
+
+
+def test_html_of_a_black_picture_says_so() -> None:
+    a, _ = _pair()
+    page = REPORT.with_pictures(Comparison.of([a], [np.zeros_like(a)])).to_html()
+    assert "Look at it: the picture is black" in page
 
 
 def test_the_table_says_what_matters() -> None:
-    text = str(REPORT)
-    assert "3 attention layers found, 2 patched (2 fast, 0 safe, 0 exact), 1 left alone" in text
+    text = " ".join(str(REPORT).split())
+    assert "3 attention layers found, 1 patched (1 fast, 0 safe, 0 exact), 1 left alone" in text
     assert "1 no longer patched" in text
-    assert "replaced by SlicedAttnProcessor" in " ".join(text.split())
-    for part in ("0.99931", "442", "331", "24/28", "head_dim is 512", "2 calls ran exact"):
+    assert "replaced by SlicedAttnProcessor" in text
+    for part in ("0.99931", "442", "331", "24/28", "head_dim is 512", "ran exact"):
         assert part in text
     assert "\x1b" not in text
 
 
-@pytest.mark.parametrize("width", [80, 200])
-def test_the_table_fits_any_terminal(width: int) -> None:
-    from sagepatch.report.render_table import render_text
+@pytest.mark.parametrize("timed", [True, False], ids=["timed", "untimed"])
+@pytest.mark.parametrize("width", [80, 100, 140, 200])
+def test_the_table_fits_any_terminal(width: int, timed: bool) -> None:
+    long = "transformer.single_transformer_blocks.{}.attn"
+    rows = [
+        replace(ROW, name=long.format(n), variant="triton.sage2_8b_k128", calls=1000 + n, reason="")
+        for n in range(12)
+    ]
+    if not timed:
+        rows = [replace(row, us_exact=None, us_chosen=None) for row in rows]
+    lines = render_text(replace(REPORT, layers=tuple(rows)), width).splitlines()
+    assert max(map(len, lines)) <= width
+    # Numbers are never cut.
+    joined = "\n".join(lines)
+    assert joined.count("0.99931") == joined.count("0.0345") == 12
+    assert all(f"24/{1000 + n}" in joined for n in range(12))
+    assert joined.count(" 442 ") == (12 if timed else 0)
 
-    assert max(len(line) for line in render_text(REPORT, width).splitlines()) <= width
+
+def test_short_names_leave_their_title_whole() -> None:
+    rows = tuple(replace(ROW, name=str(n)) for n in range(2))
+    assert "layer" in render_text(replace(REPORT, layers=rows), 80)
+
+
+def test_equal_events_are_told_once() -> None:
+    rows = tuple(replace(ROW, name=f"blocks.{n}.attn", notes=("compiled anew",)) for n in range(57))
+    left = tuple(Left(f"vae.{n}", "self", "head_dim is 512") for n in range(9))
+    text = render_text(replace(REPORT, layers=rows, left=left), 120)
+    assert "blocks.0.attn and 56 more layers: 114 calls ran exact (short: a single query)" in text
+    assert text.count("compiled anew") == 1
+    assert text.count("head_dim is 512") == 1
+
+
+def test_colours_only_in_a_terminal() -> None:
+    from io import StringIO
+
+    from rich.console import Console
+
+    terminal, pipe = StringIO(), StringIO()
+    Console(file=terminal, force_terminal=True, color_system="standard", width=120).print(REPORT)
+    Console(file=pipe, width=120).print(REPORT)
+    assert "\x1b[32m" in terminal.getvalue()
+    assert "\x1b" not in pipe.getvalue()
+
+
+def test_print_follows_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, str(REPORT).splitlines())) <= 80
 
 
 def test_an_emulation_is_labelled() -> None:
-    assert "accuracy, not speed" in str(replace(REPORT, emulated=True))
-    assert "accuracy, not speed" in replace(REPORT, emulated=True).to_html()
+    emulated = replace(REPORT, emulated=True)
+    assert "accuracy, not speed" in str(emulated)
+    assert "accuracy, not speed" in emulated.to_html()
     assert "accuracy, not speed" not in str(REPORT)
 
 
-def test_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    REPORT.plot(tmp_path / "r.png")
-    assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"
+@pytest.mark.parametrize(
+    "report",
+    [
+        REPORT,
+        replace(REPORT, layers=()),
+        replace(REPORT, layers=(EXACT,), threshold=1.01),
+        replace(REPORT, threshold=0.0, emulated=True),
+        replace(REPORT, layers=(replace(ROW, name=r"a$\frac{$b", us_exact=None),), model="$x_$"),
+        replace(REPORT, layers=tuple(replace(ROW, name=f"b.{n}") for n in range(700))),
+    ],
+    ids=["usual", "empty", "all-exact", "threshold-0", "signs-of-formulas", "700-layers"],
+)
+def test_the_plot(report, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        report.plot(tmp_path / "r.png")
+    from PIL import Image
+
+    width, height = Image.open(tmp_path / "r.png").size
+    assert 1000 < width < 2000
+    assert 200 < height < 20_000
+
+
+def test_the_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def without(name: str, *args: object, **kwargs: object) -> object:
@@ -171,11 +282,34 @@ def test_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return real(name, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(MachineError, match=r"sagepatch\[plot\]"):
+    with pytest.raises(MachineError, match=r"pip install \"sagepatch\[plot\]\""):
         REPORT.plot(tmp_path / "again.png")
 
 
-def test_unwritable_places(tmp_path: Path) -> None:
-    for write in (REPORT.to_json, REPORT.to_html, REPORT.plot):
+WRITERS = pytest.mark.parametrize("form", ["to_json", "to_html", "plot"])
+
+
+@WRITERS
+def test_unwritable_places(form: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    for place in ("no/r", "folder"):
         with pytest.raises(MachineError, match="cannot write"):
-            write(tmp_path / "no" / "r")
+            getattr(REPORT, form)(tmp_path / place)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+@WRITERS
+def test_a_full_disk_leaves_the_old_file(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "r"
+    target.write_text("old")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(MachineError, match="No space left on device"):
+        getattr(REPORT, form)(target)
+    assert target.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["r"]

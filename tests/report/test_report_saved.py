@@ -1,0 +1,142 @@
+"""A saved report read back, and files that are none: one sentence each, nothing trusted."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from report_rows import EXACT, REPORT, ROW
+
+from sagepatch.errors import InvalidArgument, ModelError
+from sagepatch.report.pictures import Comparison
+from sagepatch.report.render_json import load
+
+
+def _saved(tmp_path: Path, data: Any) -> Path:
+    path = tmp_path / "r.json"
+    path.write_text(data if isinstance(data, str) else json.dumps(data), encoding="utf-8")
+    return path
+
+
+def test_it_reads_back(tmp_path: Path) -> None:
+    full = replace(REPORT, layers=(ROW, EXACT)).with_run_time(3.5)
+    full.to_json(tmp_path / "r.json")
+    again = load(tmp_path / "r.json")
+    assert again == full
+    assert again.to_html() == full.to_html()
+    assert str(again) == str(full)
+
+
+def test_what_was_no_number_reads_back_as_unknown(tmp_path: Path) -> None:
+    replace(REPORT, layers=(replace(ROW, rel_l1=math.nan, rmse=math.inf),)).to_json(
+        tmp_path / "r.json"
+    )
+    row = load(tmp_path / "r.json").layers[0]
+    assert row.rel_l1 is row.rmse is None
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["equal", "unequal"])
+def test_picture_scores_read_back_without_pictures(same: bool, tmp_path: Path) -> None:
+    a = np.arange(300, dtype=np.uint8).reshape(10, 10, 3) // 2
+    b = a if same else a + np.uint8(3)
+    pictures = Comparison.of([a, a], [a, b])
+    REPORT.with_pictures(pictures).to_json(tmp_path / "r.json")
+    again = load(tmp_path / "r.json").pictures
+    assert again is not None
+    assert again.sentence() == pictures.sentence()
+    assert again.worst_pair is None
+    assert pictures.sentence() in REPORT.with_pictures(again).to_html()
+    with pytest.raises(InvalidArgument, match="no pictures"):
+        again.save_side_by_side(tmp_path / "x.png")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "not a JSON report"),
+        ("[]", "report schema 'list'"),
+        ('{"schema": 9}', "schema 9"),
+        ('{"schema": 1}', "layers is no list"),
+        ("[" * 100_000, "not a JSON report"),
+        ('{"schema": 1, "x": ' + "[" * 900 + "]" * 900 + "}", "whole report"),
+    ],
+    ids=["cut", "list", "newer", "empty", "deep", "deep-within"],
+)
+def test_a_file_that_is_no_report(text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=said):
+        load(_saved(tmp_path, text))
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="cannot read"):
+        load(tmp_path / "absent.json")
+    with pytest.raises(ModelError, match="cannot read"):
+        load(tmp_path)
+    (tmp_path / "r.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ModelError, match="not a JSON report"):
+        load(tmp_path / "r.json")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("cosine", "high", "cosine of a layer is 'high', needs float"),
+        ("cosine", True, "cosine of a layer is True"),
+        ("calls", 1.5, "calls of a layer is 1.5, needs int"),
+        ("calls", None, "calls of a layer is None"),
+        ("tier", "turbo", "tier is 'turbo', needs fast, safe, exact"),
+        ("notes", "one", "notes of a layer is 'one'"),
+        ("notes", [1], "notes of a layer"),
+        ("fallbacks", {"why": "often"}, "fallbacks of a layer"),
+        ("name", 7, "name of a layer is 7, needs str"),
+    ],
+)
+def test_values_of_the_wrong_type(field: str, value: object, said: str, tmp_path: Path) -> None:
+    data = json.loads(REPORT.to_json())
+    data["layers"][0][field] = value
+    with pytest.raises(ModelError, match=said):
+        load(_saved(tmp_path, data))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layers": [3]},
+        {"layers": {}},
+        {"left": [{}]},
+        {"machine": []},
+        {"threshold": None},
+        {"emulated": 1},
+        {"warnings": [[]]},
+        {"pictures": {"psnr_db": 3}},
+        {"pictures": "good"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_parts_of_the_wrong_type(change: dict[str, object], tmp_path: Path) -> None:
+    data = {**json.loads(REPORT.to_json()), **change}
+    with pytest.raises(ModelError, match="not a whole report"):
+        load(_saved(tmp_path, data))
+
+
+def test_fields_of_a_later_version_are_skipped(tmp_path: Path) -> None:
+    data = json.loads(replace(REPORT, layers=(ROW,)).to_json())
+    data["colour"] = "green"
+    data["layers"][0]["colour"] = "green"
+    assert load(_saved(tmp_path, data)).layers == (ROW,)
+
+
+def test_a_saved_report_cannot_drive_the_terminal(tmp_path: Path) -> None:
+    data = json.loads(REPORT.to_json())
+    evil = "a\x1b]0;title\x07\u202e\ud800"
+    data["model"] = data["layers"][0]["name"] = data["layers"][0]["reason"] = evil
+    data["machine"] = {evil: [evil]}
+    made = load(_saved(tmp_path, data))
+    for text in (str(made), made.to_html()):
+        assert not set(text) & {"\x1b", "\x07", "\u202e", "\ud800"}
+    made.plot(tmp_path / "r.png")
