@@ -35,6 +35,8 @@ class TestFlux:
         assert both.shape == (16, 16 + 8 + 16, 3)
         report = json.loads(Path("r.json").read_text())
         assert report["pictures"]["ssim"] > 0.9
+        assert report["run_seconds"] > 0
+        assert report["attention"] is None  # emulations are not timed
         assert [row["quantised_calls"] for row in report["layers"]] == [4, 4, 4, 4]
 
     def test_the_left_half_is_the_unpatched_picture(self, sage: Sage) -> None:
