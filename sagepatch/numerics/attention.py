@@ -142,9 +142,10 @@ def _scores(
     if mask.dtype == torch.bool:
         by_head.clamp_(LOWEST, HIGHEST).masked_fill_(~mask, -torch.inf)
     else:
-        # finfo.min times log2(e) would overflow to -inf, and a row of them must stay the mean of V.
-        bias = (mask.float() * LOG2E).clamp_(min=LOWEST)
-        by_head.add_(bias).clamp_(LOWEST, HIGHEST).masked_fill_(mask == -torch.inf, -torch.inf)
+        # finfo.min times log2(e) is -inf: back to the lowest number, since a row of finfo.min must
+        # stay the mean of V. Only -inf in the mask itself hides a key.
+        by_head.add_(mask.float() * LOG2E).clamp_(LOWEST, HIGHEST)
+        by_head.masked_fill_(mask == -torch.inf, -torch.inf)
     return s
 
 

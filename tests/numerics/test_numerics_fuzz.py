@@ -81,10 +81,13 @@ def agrees(call: Call, recipe: Recipe) -> None:
     want, want_lse = attention_by_the_book(call, recipe)
     assert out.isfinite().all()
     difference = (out - want).abs() / (1e-3 + want.abs().amax())
-    assert difference.median() < 1e-5
-    # A probability at the edge between two codes may take the other one: a step of E4M3.
+    # A probability at the edge between two codes may take the other one: a step of E4M3 in a row,
+    # and in the row's sum where that is of codes.
     assert difference.max() < 0.02
-    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
+    if lse.numel() >= 20:
+        assert difference.median() < 1e-5
+    slack = 0.02 if recipe.sum_quantised_p else 1e-4
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=slack)
 
 
 @FEW
