@@ -218,7 +218,7 @@ def autocast(call: Call) -> Call:
     autocast.
     """
     device = call.q.device.type
-    if not torch.is_autocast_enabled(device):
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return call
     dtype = torch.get_autocast_dtype(device)
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from sagepatch.errors import MachineError, PlanError
-from sagepatch.plan import SCHEMA, Plan, PlanEntry
+from sagepatch.plan import SCHEMA, Plan, PlanEntry, alike
+from sagepatch.spec import AttnSpec, MaskKind
+
+ROOT = Path(__file__).parent.parent
 
 ENTRY = PlanEntry(
     "blocks.0.attn", "self", "triton.sage2_8", 1, "1.3x exact", 4, ("1x2x9x9x64 bf16",)
@@ -34,7 +39,11 @@ def test_save_and_load(tmp_path: Path) -> None:
     [
         ("{", "not JSON"),
         ("[]", "needs a JSON object"),
-        (broken(schema=SCHEMA + 1), "this version reads"),
+        (broken(schema=SCHEMA + 1), "reads up to 2: upgrade sagepatch"),
+        (broken(schema=0), "schema 0, needs a number from 1"),
+        (broken(schema=True), "schema True"),
+        (broken(schema="2"), "schema '2'"),
+        ("[" * 100_000, "not JSON"),
         (broken(surprise=1), "unknown fields: surprise"),
         (broken(threshold="high"), "threshold is 'high', needs float"),
         (broken(threshold=True), "threshold is True"),
@@ -57,6 +66,108 @@ def test_entries_are_checked() -> None:
         Plan.from_json(broken(entries=[entry, entry]))
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"variant": "sage2_8"}, "variant 'sage2_8', which does not exist"),
+        ({"alternatives": {"triton.sage9": 1}}, "variant 'triton.sage9'"),
+        ({"alternatives": {"triton.sage1_b": "1"}}, "alternatives is"),
+        ({"shapes": "1x2x9x9x64 bf16"}, "shapes is '1x2x9x9x64 bf16', needs a list of strings"),
+        ({"shapes": [1]}, "needs a list of strings"),
+        ({"cosine": float("nan")}, "cosine is nan"),
+        ({"samples": 2.5}, "samples is 2.5, needs int"),
+        ({"site": None}, "site is None, needs str"),
+    ],
+    ids=lambda x: str(x)[:30],
+)
+def test_every_value_is_checked(changes, said: str) -> None:
+    entry = json.loads(PLAN.to_json())["entries"][0]
+    with pytest.raises(PlanError, match=re.escape(said)):
+        Plan.from_json(broken(entries=[{**entry, **changes}]))
+
+
+def test_a_plan_of_schema_1_upgrades() -> None:
+    old = {
+        "fingerprint": "f00d",
+        "model": "FluxPipeline",
+        "threshold": 0.998,
+        "emulated": False,
+        "gpu": "NVIDIA H200",
+        "versions": {"torch": "2.11"},
+        "entries": [
+            {
+                **{"site": "a", "kind": "self", "variant": "triton.sage2_8"},
+                **{"numerics_version": 1, "reason": "1.3x exact", "samples": 4},
+                **{"shape": "1x2x9x9x64 bf16", "dtype": "bf16", "cosine": 0.999, "rel_l1": 0.02},
+                **{"rmse": 0.1, "norm_ratio": 1.0, "worst_head": 1, "us_exact": 9.0},
+                "us_chosen": 7.0,
+            }
+        ],
+        "schema": 1,
+    }
+    plan = Plan.from_json(json.dumps(old))
+    assert plan.schema == SCHEMA
+    assert plan.entries[0].shapes == ("1x2x9x9x64 bf16",)
+    assert (plan.entries[0].cosine, plan.entries[0].alternatives) == (0.999, {})
+    assert Plan.from_json(plan.to_json()) == plan
+    old["entries"][0]["shape"] = None
+    assert Plan.from_json(json.dumps(old)).entries[0].shapes == ()
+    old["entries"][0]["surprise"] = 1
+    with pytest.raises(PlanError, match="unknown fields: surprise"):
+        Plan.from_json(json.dumps(old))
+    with pytest.raises(PlanError, match="no list of entries"):
+        Plan.from_json(json.dumps({**old, "entries": "none"}))
+
+
+SPEC = AttnSpec(2, 8, 8, 100, 200, 64, 64, "bf16", "bf16", "cuda", 90)
+
+
+@pytest.mark.parametrize(
+    ("changes", "factor", "like"),
+    [
+        ({}, 1.0, True),
+        ({"batch": 5, "arch": 120, "device": "cpu"}, 1.0, True),
+        ({"q_len": 101}, 1.0, False),
+        ({"q_len": 200, "kv_len": 100}, 2.0, True),
+        ({"q_len": 201}, 2.0, False),
+        ({"kv_len": 99}, 2.0, False),
+        ({"kv_heads": 2}, 2.0, False),
+        ({"v_head_dim": 32}, 2.0, False),
+        ({"dtype": "fp16"}, 2.0, False),
+        ({"mask": MaskKind.BOOL}, 2.0, False),
+        ({"causal_offset": 0}, 2.0, False),
+        ({"window": 9}, 2.0, False),
+    ],
+    ids=lambda x: str(x)[:36],
+)
+def test_what_counts_as_a_like_call(changes, factor: float, like: bool) -> None:
+    assert alike(str(SPEC), replace(SPEC, **changes), factor) is like
+
+
+def test_a_causal_offset_moves_with_the_lengths() -> None:
+    measured = replace(SPEC, causal_offset=100)
+    assert alike(str(measured), replace(measured, kv_len=250, causal_offset=150), 2.0)
+    assert not alike(str(replace(measured, window=9)), measured, 2.0)
+    assert not alike("as nobody writes it", SPEC, 2.0)
+
+
+def test_the_published_schema_is_what_is_read() -> None:
+    published = json.loads((ROOT / "docs" / "plan.schema.json").read_text())
+    entry = published["properties"]["entries"]["items"]
+    for described, made in ((published, PLAN), (entry, ENTRY)):
+        names = {field.name for field in fields(made)}
+        assert set(described["properties"]) == names
+        assert set(described["required"]) == names
+        assert described["additionalProperties"] is False
+    assert published["properties"]["schema"]["const"] == SCHEMA
+    kinds = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
+    for field in fields(PlanEntry):
+        described = entry["properties"][field.name]["type"]
+        base, _, optional = str(field.type).partition(" | ")
+        json_type = kinds.get(base, "array" if base.startswith("tuple") else "object")
+        assert described == ([json_type, "null"] if optional else json_type), field.name
+
+
 def test_another_model_and_unknown_layers() -> None:
     PLAN.check("f00d", ["blocks.0.attn", "blocks.1.attn"])
     with pytest.raises(PlanError, match="another model"):
@@ -66,6 +177,9 @@ def test_another_model_and_unknown_layers() -> None:
 
 
 def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
+    (tmp_path / "picture.json").write_bytes(b"\x89PNG\xff\xfe")
+    with pytest.raises(PlanError, match="is no text, so no plan"):
+        Plan.load(tmp_path / "picture.json")
     with pytest.raises(PlanError, match="cannot read the plan"):
         Plan.load(tmp_path / "absent.json")
     with pytest.raises(MachineError, match="cannot write"):

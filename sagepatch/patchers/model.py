@@ -47,6 +47,8 @@ def parts_of(model: Any, components: Sequence[str] | None, *, every: bool = Fals
     if isinstance(model, nn.Module):
         model = _uncompiled(model)
     label = type(model).__name__
+    if isinstance(components, str):
+        raise InvalidArgument(f"components is one string: pass a list, [{components!r}]")
     if isinstance(model, nn.Module):
         if components is not None:
             raise InvalidArgument(f"components names parts of a pipeline; {label} is one model")
