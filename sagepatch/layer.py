@@ -47,9 +47,9 @@ class Policy:
 class PatchedLayer:
     """One attention layer of one patched model.
 
-    `request` is what the layer was told to run: "exact" until a plan or a calibration decides.
-    `observer` is set until the layer is settled. The op writes `record`; `demoted` is why the
-    layer runs exact from now on.
+    `request` is what the layer was told to run: "exact" until a plan or a calibration decides,
+    which sets `planned`. `observer` is set until the layer is settled. The op writes `record`;
+    `demoted` is why the layer runs exact from now on.
     """
 
     name: str
@@ -59,6 +59,7 @@ class PatchedLayer:
     unusable: Unusable
     observer: Observer | None = None
     reason: str = ""
+    planned: bool = False
     demoted: str | None = None
     record: Record = field(default_factory=Record)
     handle: Tensor = field(init=False)
@@ -71,10 +72,13 @@ class PatchedLayer:
         self.handle = torch.tensor(number, dtype=torch.int64)
         _LAYERS[number] = self
 
-    def run_with(self, request: Request, reason: str) -> None:
-        """Settle what this layer runs from now on, and why."""
+    def run_with(self, request: Request, reason: str, *, planned: bool = False) -> None:
+        """Settle what this layer runs from now on, and why; `planned` where measurements of longer
+        calls chose it, not the user.
+        """
         self.request = request
         self.reason = reason
+        self.planned = planned
         self.observer = None
         self._chosen = {}
 
@@ -116,7 +120,7 @@ class PatchedLayer:
             return SDPA, f"demoted: {self.demoted}"
         if self.request.variant == "exact":
             return SDPA, None
-        if spec.q_len == 1 and not self.request.by_full_name:
+        if spec.q_len == 1 and (self.planned or not self.request.by_full_name):
             return SDPA, SHORT
         try:
             return select(spec, self.request, self.unusable).variant, None

@@ -282,7 +282,8 @@ class Patch:
     def _take(self, layer: PatchedLayer, entry: PlanEntry, reason: str | None = None) -> None:
         self._entries[layer.name] = entry
         exact = entry.variant == SDPA.name
-        layer.run_with(Request("exact" if exact else entry.variant), reason or entry.reason)
+        request = Request("exact" if exact else entry.variant)
+        layer.run_with(request, reason or entry.reason, planned=True)
         logger.info("sagepatch: layer %s runs %s: %s", layer.name, entry.variant, layer.reason)
 
     def _entry(self, layer: PatchedLayer) -> PlanEntry:

@@ -361,3 +361,16 @@ def test_on_a_cpu_nothing_is_kept(tmp_path: Path) -> None:
         model(x)
     calibrated(model, x)
     assert not (tmp_path / "cache").exists()
+
+
+# case 14
+def test_a_single_query_is_exact_unless_a_kernel_was_named(plan) -> None:
+    model = stack()
+    want = model(tokens(1))
+    patch = calibrated(model, tokens())
+    assert torch.equal(model(tokens(1)), want)
+    assert all(sum(layer.record.fallbacks.values()) == 1 for layer in patch.layers)
+    sagepatch.apply(model, plan=plan, emulate=True, strict=True)
+    assert torch.equal(model(tokens(1)), want)
+    sagepatch.apply(model, variant=FAST)
+    assert not torch.equal(model(tokens(1)), want)

@@ -194,7 +194,7 @@ def compared(loaded: Any, job: Job, choice: Choice, outcome: Outcome) -> None:
     with patch:
         with progress("quantised") as step:
             outcome.runs.append(generate(loaded, job, step))
-        outcome.report = patch.report()
+        outcome.report = patch.report().with_run_time(outcome.runs[-1].seconds)
     exact, quantised = outcome.runs
     if exact.frames:
         outcome.report = outcome.report.with_pictures(Comparison.of(exact.frames, quantised.frames))
