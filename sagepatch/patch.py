@@ -273,11 +273,10 @@ class Patch:
 
     def _worth_keeping(self) -> bool:
         """Whether every layer that was called at all is settled on enough samples."""
+        # The entry of an open layer has no samples.
         called = [layer for layer in self.layers if layer.record.calls]
-        return not self.restored and all(
-            layer.observer is None and self._entry(layer).samples >= FEWEST_SAMPLES
-            for layer in called
-        )
+        enough = all(self._entry(layer).samples >= FEWEST_SAMPLES for layer in called)
+        return enough and not self.restored
 
     def _take(self, layer: PatchedLayer, entry: PlanEntry, reason: str | None = None) -> None:
         self._entries[layer.name] = entry

@@ -255,10 +255,10 @@ class TestKept:
         return sorted((tmp_path / "cache" / "plans").glob("*.json"))
 
     def test_the_second_run_starts_from_the_first(self, tmp_path: Path) -> None:
-        x = tokens()
-        first = self.run(stack(), x)
+        x = tokens().bfloat16()
+        first = self.run(stack().bfloat16(), x)
         assert len(self.files(tmp_path)) == 1
-        model = stack()
+        model = stack().bfloat16()
         second = sagepatch.apply(model)
         assert not second.locked
         model(x)
@@ -268,8 +268,8 @@ class TestKept:
         assert all(row.reason.startswith("kept from") for row in second.report().layers)
 
     def test_unlike_calls_are_measured_anew(self, tmp_path: Path) -> None:
-        self.run(stack(), tokens(70))
-        model, x = stack(), tokens(300)
+        self.run(stack().bfloat16(), tokens(70).bfloat16())
+        model, x = stack().bfloat16(), tokens(300).bfloat16()
         want = model(x)
         second = sagepatch.apply(model)
         assert torch.equal(model(x), want)
@@ -277,21 +277,21 @@ class TestKept:
         for _ in range(SAMPLED_CALLS[-1] - 1):
             assert torch.equal(model(x), want)
         assert second.locked
-        assert second.plan().entries[0].shapes == ("2x2x300x300x32 fp32",)
+        assert second.plan().entries[0].shapes == ("2x2x300x300x32 bf16",)
 
     def test_too_few_samples_are_not_kept(self, tmp_path: Path) -> None:
-        patch = self.run(stack(), tokens(), calls=1)
+        patch = self.run(stack().bfloat16(), tokens().bfloat16(), calls=1)
         patch.lock()
         assert self.files(tmp_path) == []
 
     def test_layers_that_were_not_called_are_measured_when_they_are(self, tmp_path: Path) -> None:
-        model, x = stack(), tokens()
+        model, x = stack().bfloat16(), tokens().bfloat16()
         patch = sagepatch.apply(model)
         for _ in range(SAMPLED_CALLS[-1]):
             model[:3](x)
         assert not patch.locked
         assert len(self.files(tmp_path)) == 1
-        again = stack()
+        again = stack().bfloat16()
         second = sagepatch.apply(again)
         again(x)
         assert [layer.runs for layer in second.layers] == [FAST] * 3 + [SDPA.name]
@@ -299,33 +299,33 @@ class TestKept:
 
     @pytest.mark.parametrize("options", [{"threshold": 0.99}, {"emulate": True}], ids=str)
     def test_another_threshold_or_emulation_starts_afresh(self, options) -> None:
-        self.run(stack(), tokens())
-        model = stack()
+        self.run(stack().bfloat16(), tokens().bfloat16())
+        model = stack().bfloat16()
         second = sagepatch.apply(model, **options)
-        model(tokens())
+        model(tokens().bfloat16())
         assert not second.locked
 
     def test_another_gpu_or_model_starts_afresh(self, monkeypatch) -> None:
-        self.run(stack(), tokens())
-        model = stack(3)
+        self.run(stack().bfloat16(), tokens().bfloat16())
+        model = stack(3).bfloat16()
         second = sagepatch.apply(model)
-        model(tokens())
+        model(tokens().bfloat16())
         assert not second.locked
         on_gpu(monkeypatch, "Another GPU")
-        model = stack()
+        model = stack().bfloat16()
         third = sagepatch.apply(model)
-        model(tokens())
+        model(tokens().bfloat16())
         assert not third.locked
 
     def test_keeping_can_be_switched_off(self, tmp_path: Path, monkeypatch) -> None:
         monkeypatch.setenv("SAGEPATCH_CACHE_DIR", "")
-        self.run(stack(), tokens())
+        self.run(stack().bfloat16(), tokens().bfloat16())
         assert self.files(tmp_path) == []
 
     # Nothing about the cache may stop a run.
     @pytest.mark.parametrize("fault", ["damaged", "unwritable", "of others"])
     def test_a_faulty_cache_costs_the_plan_only(self, tmp_path, monkeypatch, caplog, fault) -> None:
-        self.run(stack(), tokens())
+        self.run(stack().bfloat16(), tokens().bfloat16())
         (kept,) = self.files(tmp_path)
         if fault == "damaged":
             kept.write_text("{")
@@ -335,22 +335,40 @@ class TestKept:
             monkeypatch.setenv("SAGEPATCH_CACHE_DIR", str(blocked / "cache"))
         else:
             monkeypatch.setattr("os.getuid", lambda: 123456789)
-        model = stack()
-        second = self.run(model, tokens())
+        model = stack().bfloat16()
+        second = self.run(model, tokens().bfloat16())
         assert second.locked
         assert second.layers[0].record.by_variant == {SDPA.name: SAMPLED_CALLS[-1]}
         said = "\n".join(record.getMessage() for record in caplog.records)
         assert "a kept plan is not used" in said
 
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"gpu": "NVIDIA H200"},
+            {"threshold": 0.5},
+            {"emulated": True},
+            {"fingerprint": "f00d"},
+            {"versions": {"torch": "2.11.0"}},
+        ],
+        ids=str,
+    )
+    def test_a_file_made_under_other_conditions_is_not_used(self, tmp_path, changes) -> None:
+        self.run(stack().bfloat16(), tokens().bfloat16())
+        (kept,) = self.files(tmp_path)
+        kept.write_text(json.dumps({**json.loads(kept.read_text()), **changes}))
+        second = self.run(stack().bfloat16(), tokens().bfloat16(), calls=1)
+        assert [layer.observer is None for layer in second.layers] == [False] * 4
+
     def test_a_stale_entry_is_measured_again(self, tmp_path: Path) -> None:
-        self.run(stack(), tokens())
+        self.run(stack().bfloat16(), tokens().bfloat16())
         (kept,) = self.files(tmp_path)
         data = json.loads(kept.read_text())
         data["entries"][1]["numerics_version"] = 9
         kept.write_text(json.dumps(data))
-        model = stack()
+        model = stack().bfloat16()
         second = sagepatch.apply(model)
-        model(tokens())
+        model(tokens().bfloat16())
         assert [layer.observer is None for layer in second.layers] == [True, False, True, True]
 
 

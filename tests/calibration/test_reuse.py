@@ -125,6 +125,11 @@ class TestTimeAgain:
         assert new.variant == SDPA.name
         assert new.alternatives == {FAST: 1, SAFE: 1}
 
+    def test_an_entry_that_was_exact_for_speed_may_quantise_here(self, clock) -> None:
+        _, new = self.settled(entry("x", SDPA.name, alternatives={FAST: 1, SAFE: 1}))
+        assert new.variant == FAST
+        assert new.alternatives == {SAFE: 1}
+
     def test_alternatives_with_other_numerics_are_dropped(self, clock) -> None:
         made = entry("x", SAFE, alternatives={FAST: 7, "gone.sage2_8": 1})
         assert accurate_alternatives(made) == {}
