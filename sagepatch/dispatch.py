@@ -120,12 +120,19 @@ def select(
     )
 
 
+def wide_stays_exact(spec: AttnSpec, emulate: bool) -> str | None:
+    """Why a call in FP32 or FP64 should not be quantised unasked, or None."""
+    if emulate or spec.dtype not in ("fp32", "fp64"):
+        return None
+    return f"{spec.dtype} stays exact unless a variant is asked for"
+
+
 def auto_stays_exact(spec: AttnSpec, request: Request) -> str | None:
     """Why an uncalibrated "auto" call should not be quantised at all, or None."""
     if request.emulate:
         return None
-    if spec.dtype in ("fp32", "fp64"):
-        return f"{spec.dtype} stays exact unless a variant is asked for"
+    if (wide := wide_stays_exact(spec, request.emulate)) is not None:
+        return wide
     if min(spec.q_len, spec.kv_len) < AUTO_MIN_LEN:
         return (
             f"short: {spec.q_len} queries and {spec.kv_len} keys, "

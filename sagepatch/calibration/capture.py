@@ -15,7 +15,7 @@ from torch import Tensor
 from sagepatch.backends.catalogue import CATALOGUE, SDPA
 from sagepatch.calibration.choose import Summary
 from sagepatch.calibration.measure import Measurement, Stopwatch, measure
-from sagepatch.dispatch import Request, candidates
+from sagepatch.dispatch import Request, candidates, wide_stays_exact
 from sagepatch.errors import MachineError
 from sagepatch.layer import PatchedLayer
 from sagepatch.ops import run_exact
@@ -132,9 +132,14 @@ def candidate_variants(
     spec: AttnSpec, layer: PatchedLayer, recipes: Collection[str] | None = None
 ) -> list[Variant]:
     """The kernels that calibration tries on a call of this layer, those that nothing speaks
-    against; of `recipes` only, where they are given.
+    against; of `recipes` only, where they are given. Calls in FP32 have none unless recipes are
+    asked for; the layer's record says so.
     """
     if spec.q_len <= 1:
+        return []
+    wide = wide_stays_exact(spec, layer.policy.emulate)
+    if wide is not None and recipes is None:
+        layer.record.note(wide)
         return []
     request = Request("auto", emulate=layer.policy.emulate)
     serving = {

@@ -199,6 +199,13 @@ class TestCandidates:
     def test_a_gpu_that_nothing_serves_has_none(self, catalogue, arch) -> None:
         assert candidate_variants(replace(HOPPER, arch=arch), catalogue) == []
 
+    # case 23
+    @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+    def test_wide_dtypes_have_none_unasked(self, catalogue, dtype: str) -> None:
+        spec = replace(HOPPER, dtype=dtype, v_dtype=dtype)
+        assert candidate_variants(spec, catalogue) == []
+        assert catalogue.record.notes == [f"{dtype} stays exact unless a variant is asked for"]
+
     # case 5
     def test_a_head_size_that_nothing_serves_has_none(self, catalogue) -> None:
         assert candidate_variants(replace(HOPPER, head_dim=512, v_head_dim=512), catalogue) == []
