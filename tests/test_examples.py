@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from models import saved, transformers_models
 from models.diffusers_pipelines import tiny_sdxl_pipeline
 
@@ -16,12 +15,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 def run(name: str, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [name, *arguments])
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    finally:
-        torch.set_num_threads(before)
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
 @pytest.fixture(autouse=True)
