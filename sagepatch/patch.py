@@ -145,9 +145,7 @@ class Patch:
         for swap in reversed(self._swaps):
             swap.undo()
         for site in self._sites:
-            owner = site.module.__dict__.get(_OWNER)
-            if isinstance(owner, _Owner) and owner.patch is self:
-                del site.module.__dict__[_OWNER]
+            site.module.__dict__.pop(_OWNER, None)
 
     def install(self) -> None:
         """Put the patch in force, again after `restore` with what its layers have learnt."""
@@ -275,8 +273,7 @@ class Patch:
         """Whether every layer that was called at all is settled on enough samples."""
         # The entry of an open layer has no samples.
         called = [layer for layer in self.layers if layer.record.calls]
-        enough = all(self._entry(layer).samples >= FEWEST_SAMPLES for layer in called)
-        return enough and not self.restored
+        return all(self._entry(layer).samples >= FEWEST_SAMPLES for layer in called)
 
     def _take(self, layer: PatchedLayer, entry: PlanEntry, reason: str | None = None) -> None:
         self._entries[layer.name] = entry

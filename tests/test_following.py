@@ -145,10 +145,11 @@ def test_another_shape_or_dtype_is_used_and_warned_about_once(plan, x, said: str
     assert all(row.quantised_calls == 1 for row in patch.report().layers)
 
 
-def test_another_batch_is_no_reason_to_warn(plan) -> None:
+def test_another_batch_or_a_single_query_is_no_reason_to_warn(plan) -> None:
     model = stack()
     patch = sagepatch.apply(model, plan=plan)
     model(tokens(batch=5))
+    model(tokens(1))
     assert patch.report().warnings == ()
 
 
