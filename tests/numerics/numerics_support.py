@@ -25,7 +25,7 @@ eight_bit_recipes = pytest.mark.parametrize("recipe", EIGHT_BIT, ids=lambda reci
 sample_recipes = pytest.mark.parametrize("recipe", SAMPLE, ids=lambda recipe: recipe.name)
 
 # Relative L1 of the worst head and cosine of the worst head on `normal()`, as this emulator gave
-# them; the same numbers on larger data are in benchmarks/numerics.csv.
+# them; the same numbers on larger data are in benchmarks/numerics_table.csv.
 MEASURED: dict[str, tuple[float, float]] = {
     "sage2pp_8": (0.0361, 0.99935),
     "sage2_8": (0.0360, 0.99935),

@@ -98,8 +98,11 @@ def test_error_does_not_grow_with_length(recipe: Recipe, length: int) -> None:
 
     # The promise is about 8k to 200k; the quick form looks at 1k to 8k.
     short, long = worst(8192 if length > 8192 else 1024), worst(length)
-    assert long[0] < max(2 * short[0], 0.1)
-    assert long[1] < 2 * short[1]
+    # INT8 codes of P are 0 below a 254th of the maximum, and the maximum grows with the keys: that
+    # error grows (benchmarks/numerics_table.csv, "length"), the others stay.
+    growth = 2.5 if recipe.pv == "int8" else 1.25
+    assert long[0] < max(growth * short[0], 0.1)
+    assert long[1] < growth * short[1]
 
 
 # case 4
