@@ -129,6 +129,7 @@ def test_bytes_of_padding_never_reach_anything(recipe: Recipe) -> None:
     hidden = ~padding.mT  # [2, 1, 200, 1]
     forms = (padding, torch.zeros(2, 1, 60, 200).masked_fill(~padding, -math.inf))
     clean = emulate(replace(call, attn_mask=padding), recipe)
+    clean_exact = exact(replace(call, attn_mask=padding))[0]
     cut = replace(call, q=call.q[:1], k=call.k[:1, :, :150], v=call.v[:1, :, :150])
     alone = emulate(cut, recipe)
     torch.testing.assert_close(clean[0][:1], alone[0], atol=1e-5, rtol=1e-5)
@@ -139,8 +140,8 @@ def test_bytes_of_padding_never_reach_anything(recipe: Recipe) -> None:
             dirty = emulate(replace(call, k=k, v=v, attn_mask=mask), recipe)
             assert torch.equal(dirty[0], clean[0])
             assert torch.equal(dirty[1], clean[1])
-    dirty_exact = exact(replace(call, k=k, v=v, attn_mask=padding))[0]
-    assert torch.equal(dirty_exact, exact(replace(call, attn_mask=padding))[0])
+            dirty_exact = exact(replace(call, k=k, v=v, attn_mask=mask))[0]
+            assert torch.equal(dirty_exact, clean_exact)
 
 
 @every_recipe

@@ -131,3 +131,13 @@ def test_nan_of_a_key_that_is_seen_is_not_hidden() -> None:
     out, _ = exact(call)
     assert out[..., 1].isnan().all()
     assert out[..., 0].isfinite().all()
+
+
+def test_a_row_that_sees_nothing_is_zero_even_beside_nan() -> None:
+    call = normal(1, 1, 1, 6, 5, 4, causal_offset=-3)
+    call.v[0, 0, 0] = math.nan
+    for dtype in (torch.float32, torch.float64):
+        out, lse = exact(call, dtype)
+        assert not out[0, 0, :3].any()
+        assert (lse[0, 0, :3] == -math.inf).all()
+        assert out[0, 0, 3:].isnan().all()

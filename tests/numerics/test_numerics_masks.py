@@ -79,14 +79,16 @@ def test_every_tile_of_the_merged_mask_is_right(kind: str, position: dict[str, A
 def test_padding_is_what_no_query_and_no_head_sees() -> None:
     keep = KEEP.clone()
     keep[0, ..., 4], keep[1, ..., 9] = False, False
-    keep[0, 2, 5, 9], keep[1, 0, 0, 4] = True, True
+    keep[0, ..., 7], keep[1, ..., 8] = False, False
+    keep[0, 2, 5, 7], keep[1, 1, 0, 8] = True, True  # one row of one head
     call = normal(2, 3, 3, SQ, SKV, 4)
     for mask in (keep, torch.zeros(keep.shape).masked_fill(~keep, -math.inf)):
         seen = seen_keys(replace(call, attn_mask=mask))
         assert seen is not None
         assert torch.equal(seen, keep.any(2).any(1))
-        assert not seen[0, 4]
-        assert seen[1, 4]
+        assert seen[:, [4, 9]].tolist() == [[False, True], [True, False]]
+        assert seen[0, 7]
+        assert seen[1, 8]
     lowest = torch.zeros(keep.shape).masked_fill(~keep, torch.finfo(torch.float32).min)
     seen = seen_keys(replace(call, attn_mask=lowest))
     assert seen is not None

@@ -104,11 +104,12 @@ def test_float8_fills_its_range_and_errs_by_half_a_step(dtype: torch.dtype) -> N
 
 # case 26
 def test_fp16_scales_down_only_channels_that_need_it_and_by_powers_of_two() -> None:
-    x = torch.ones(1, 1, 3, 4) * torch.tensor([1.0, 1023.0, 1024.0, 1e30])
+    x = torch.ones(1, 1, 3, 5) * torch.tensor([1.0, 1023.0, 1024.0, 1e30, 2 * 1023.5])
     got = quantize.to_float16_per_channel(x, 1023.5)
     scale = got.scale.flatten().tolist()
     assert scale[:3] == [1.0, 1.0, 2.0]
     assert math.log2(scale[3]).is_integer()
+    assert scale[4] == 2.0  # exactly twice the range: 2 is enough
     assert got.codes.abs().max() <= 1023.5 < FP16_MAX
     torch.testing.assert_close(got.codes * got.scale, x, rtol=1e-3, atol=0)
 
