@@ -71,7 +71,7 @@ def apply(
     """
     if guard not in ("auto", "sync", "off"):
         raise InvalidArgument(f"guard is {guard!r}, needs 'auto', 'sync' or 'off'")
-    if not isinstance(threshold, int | float) or math.isnan(threshold):
+    if not isinstance(threshold, int | float) or not math.isfinite(threshold):
         raise InvalidArgument(f"threshold is {threshold!r}, needs a number, usually 0.99 to 1")
     if plan is not None and variant != "auto":
         raise InvalidArgument(
@@ -82,6 +82,7 @@ def apply(
     loaded = plan if isinstance(plan, Plan) or plan is None else Plan.load(plan)
     parts = parts_of(model, components)
     if disabled():
+        restore(model)
         logger.warning("sagepatch: SAGEPATCH_DISABLE is set, nothing is patched")
         return Patch(parts, Found((), ()), Policy(), threshold, off=True)
     with _replacing_earlier(parts):

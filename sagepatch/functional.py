@@ -5,6 +5,7 @@ handle.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Literal, overload
 
@@ -230,21 +231,7 @@ def autocast(call: Call) -> Call:
     assert q is not None
     assert k is not None
     assert v is not None
-    return Call(
-        q,
-        k,
-        v,
-        call.scale,
-        cast(call.attn_mask),
-        call.causal_offset,
-        call.window,
-        call.softcap,
-        call.sinks,
-        call.cu_seqlens_q,
-        call.cu_seqlens_kv,
-        call.bshd_out,
-        call.return_lse,
-    )
+    return replace(call, q=q, k=k, v=v, attn_mask=cast(call.attn_mask))
 
 
 def _check_options(

@@ -17,7 +17,7 @@ from torch import Tensor
 from sagepatch.backends.catalogue import SDPA
 from sagepatch.dispatch import Request, Unusable, select
 from sagepatch.errors import StrictFallback, VariantRefused
-from sagepatch.ledger import Record
+from sagepatch.ledger import MOST_SPECS, Record
 from sagepatch.spec import AttnSpec, Call
 from sagepatch.variant import Variant
 
@@ -112,6 +112,9 @@ class PatchedLayer:
         """
         known = self._chosen.get(spec)
         if known is None:
+            # As many as the account tells apart: a language model makes a new one with each token.
+            if len(self._chosen) >= MOST_SPECS:
+                self._chosen = {}
             known = self._chosen[spec] = self._decide(spec)
         return known
 

@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 
 from sagepatch.spec import AttnSpec
 
+# Kinds of call that a layer's account tells apart. A language model makes a new one with each token
+# it writes; past this many, calls are counted but no longer told apart.
+MOST_SPECS = 1024
+
 
 @dataclass(slots=True)
 class Record:
@@ -18,18 +22,17 @@ class Record:
 
     calls: int = 0
     by_variant: Counter[str] = field(default_factory=Counter)
-    fallbacks: Counter[str] = field(
-        default_factory=Counter
-    )  # reason -> calls that ran exact because of it
+    # Reason -> calls that ran exact because of it.
+    fallbacks: Counter[str] = field(default_factory=Counter)
     specs: Counter[AttnSpec] = field(default_factory=Counter)
-    notes: list[str] = field(
-        default_factory=list
-    )  # demotions and other events, in order, each once
+    # Demotions and other events, in order, each once.
+    notes: list[str] = field(default_factory=list)
 
     def ran(self, spec: AttnSpec, variant: str) -> None:
         self.calls += 1
         self.by_variant[variant] += 1
-        self.specs[spec] += 1
+        if spec in self.specs or len(self.specs) < MOST_SPECS:
+            self.specs[spec] += 1
 
     def fell_back(self, reason: str) -> None:
         self.fallbacks[reason] += 1

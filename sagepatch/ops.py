@@ -4,6 +4,8 @@ fake.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from sagepatch.backends.catalogue import SDPA
 from sagepatch.dispatch import Request, select
 from sagepatch.layer import PatchedLayer, find_layer
 from sagepatch.numerics.recipe import RECIPES
-from sagepatch.spec import Call
+from sagepatch.spec import AttnSpec, Call
 from sagepatch.variant import Variant
 
 _LIBRARY = torch.library.Library("sagepatch", "DEF")
@@ -61,11 +63,7 @@ def _attention(
         layer = find_layer(handle)
         out, lse = run_exact(call) if layer is None else run_layer(layer, call)
     else:
-        spec = call.spec()
-        # On a CPU a recipe asked for by name can only mean its emulation.
-        named_on_cpu = spec.device == "cpu" and variant in RECIPES
-        selection = select(spec, Request(variant, emulate=named_on_cpu), unusable)
-        out, lse = run_variant(selection.variant, call)
+        out, lse = run_variant(chosen_for(call.spec(), variant), call)
     return out, q.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
@@ -93,6 +91,14 @@ def _attention_fake(
 
 _LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
 torch.library.register_fake("sagepatch::attention", _attention_fake, lib=_LIBRARY)
+
+
+@lru_cache(maxsize=4096)
+def chosen_for(spec: AttnSpec, variant: str) -> Variant:
+    """The kernel for a call outside any layer; kept, as the trace costs more than a launch."""
+    # On a CPU a recipe asked for by name can only mean its emulation.
+    named_on_cpu = spec.device == "cpu" and variant in RECIPES
+    return select(spec, Request(variant, emulate=named_on_cpu), unusable).variant
 
 
 def run_variant(variant: Variant, call: Call) -> tuple[Tensor, Tensor | None]:

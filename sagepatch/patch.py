@@ -141,11 +141,12 @@ class Patch:
         """Put everything back as it was; twice is harmless."""
         if self.restored:
             return
-        self.restored = True
         for swap in reversed(self._swaps):
             swap.undo()
         for site in self._sites:
             site.module.__dict__.pop(_OWNER, None)
+        # Last: where an undo raises, restoring again takes up what is left.
+        self.restored = True
 
     def install(self) -> None:
         """Put the patch in force, again after `restore` with what its layers have learnt."""

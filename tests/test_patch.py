@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +13,14 @@ from models.diffusers_pipelines import tiny_sdxl_pipeline
 from models.stacks import stack, tokens
 
 import sagepatch
+from sagepatch.backends import unusable
 from sagepatch.backends.catalogue import SDPA
 from sagepatch.calibration.capture import SAMPLED_CALLS
+from sagepatch.dispatch import Request
 from sagepatch.errors import InvalidArgument, MachineError, NothingPatched
+from sagepatch.layer import PatchedLayer, Policy
+from sagepatch.ledger import MOST_SPECS
+from sagepatch.spec import AttnSpec
 
 FAST, SAFE = "emulated.sage2_8", "emulated.sage1_b"
 
@@ -318,3 +324,54 @@ def test_settling_is_told_to_those_who_ask(caplog) -> None:
             model(x)
     assert f"layer 0 runs {patch.layers[0].runs}: cosine" in caplog.text
     assert patch.layers[0].runs != SDPA.name
+
+
+def test_a_restore_that_failed_halfway_can_be_taken_up_again() -> None:
+    model, x = stack(), tokens()
+    want = model(x)
+    patch = sagepatch.apply(model, variant=FAST)
+    whole = patch._swaps[1]
+    tries = []
+
+    def fail_once() -> None:
+        tries.append(1)
+        if len(tries) == 1:
+            raise RuntimeError("not now")
+        whole.undo()
+
+    patch._swaps[1] = replace(whole, undo=fail_once)
+    with pytest.raises(RuntimeError, match="not now"):
+        patch.restore()
+    patch.restore()
+    assert patch.restored
+    assert torch.equal(model(x), want)
+    assert all("_sagepatch_patch" not in module.__dict__ for module in model.modules())
+
+
+def test_switching_off_takes_an_earlier_patch_back(monkeypatch) -> None:
+    model, x = stack(), tokens()
+    want = model(x)
+    earlier = sagepatch.apply(model, variant=FAST)
+    monkeypatch.setenv("SAGEPATCH_DISABLE", "1")
+    sagepatch.apply(model, variant=FAST)
+    assert earlier.restored
+    assert torch.equal(model(x), want)
+
+
+def test_a_threshold_has_to_be_a_finite_number() -> None:
+    for threshold in (float("inf"), float("nan"), "high"):
+        with pytest.raises(InvalidArgument, match="threshold"):
+            sagepatch.apply(stack(), threshold=threshold)  # type: ignore[arg-type]
+
+
+# A language model's cache makes every call of another length.
+def test_an_account_of_calls_of_ever_new_lengths_stays_small() -> None:
+    layer = PatchedLayer("l", "self", Policy(), Request("exact"), unusable)
+    spec = AttnSpec(1, 2, 2, 1, 1, 8, 8, "fp32", "fp32", "cpu")
+    for length in range(3 * MOST_SPECS):
+        one = replace(spec, kv_len=length)
+        layer.choose(one)
+        layer.record.ran(one, "sdpa.exact")
+    assert layer.record.calls == 3 * MOST_SPECS
+    assert len(layer.record.specs) == MOST_SPECS
+    assert len(layer._chosen) <= MOST_SPECS

@@ -37,6 +37,6 @@ def missing_package(needs: tuple[str, ...]) -> str | None:
     return None
 
 
-def unusable(variant: Variant, device_index: int | None = None) -> str | None:
+def unusable(variant: Variant) -> str | None:
     """Why `variant` cannot run on this machine at all, whatever the call; None when it can."""
     return missing_package(variant.needs)

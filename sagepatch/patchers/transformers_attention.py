@@ -17,6 +17,7 @@ from sagepatch.functional import needs_grad, run
 from sagepatch.layer import find_layer
 from sagepatch.patchers.carrier import carried, count_elsewhere
 from sagepatch.patchers.code import own_forward
+from sagepatch.patchers.sdpa import TRAINING
 from sagepatch.spec import Call
 
 # The name in a config tells what ran before, so that modules that are not patched (copies, other
@@ -26,7 +27,6 @@ OVER_SDPA_MASKED = "sagepatch_masked"
 OVER_EAGER = "sagepatch_eager"
 PREVIOUS: dict[str, str] = {OVER_SDPA: "sdpa", OVER_SDPA_MASKED: "sdpa", OVER_EAGER: "eager"}
 
-TRAINING = "training: gradients need the original call"
 DROPOUT = "training: dropout needs the original call"
 MAP_WANTED = "output_attentions: the model's own eager attention gave the map"
 EXTRA_TERMS = ("sinks", "indices", "block_indices")

@@ -1,1 +1,0 @@
-"""Kernels in CUDA C++, compiled at run time."""
