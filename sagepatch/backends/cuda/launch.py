@@ -1,0 +1,334 @@
+"""Loads compiled kernels and launches them on torch's current stream, through the driver. Knows no
+arithmetic.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+
+from sagepatch.backends.cuda.build import Program, nvrtc_version
+from sagepatch.backends.cuda.build import missing as missing_compiler
+from sagepatch.backends.cuda.cache import kept
+
+# A parameter in a signature: its size, and its format for struct.
+POINTER, INT, LONG, FLOAT, MAP = "P", "i", "q", "f", "T"
+_FORMATS = {
+    POINTER: (8, "Q"),
+    INT: (4, "i"),
+    LONG: (8, "q"),
+    FLOAT: (4, "f"),
+    MAP: (128, "128s"),
+}
+# What the driver asks of a tensor map in memory.
+_MAP_ALIGNMENT = 64
+# Shared memory that a kernel has without asking for more.
+_PLAIN_SHARED_BYTES = 48 << 10
+_MOST_MAPS = 8192
+
+_THREAD = threading.local()
+_LOADING = threading.Lock()
+
+
+@cache
+def missing(target: str) -> str | None:
+    """A sentence saying why the CUDA kernels cannot run here; None when they can."""
+    why = missing_compiler(target)
+    if why is not None:
+        return why
+    compiler = nvrtc_version()
+    assert compiler is not None
+    found = driver_version()
+    if found is None:
+        return "no NVIDIA driver can be loaded: check nvidia-smi"
+    if found[0] < compiler[0]:
+        return (
+            f"the NVIDIA driver serves CUDA {found[0]}.{found[1]}, and NVRTC {compiler[0]}."
+            f"{compiler[1]} makes code for CUDA {compiler[0]}.0 or newer: update the driver, or "
+            f"install a torch for CUDA {found[0]}"
+        )
+    return None
+
+
+@cache
+def driver_version() -> tuple[int, int] | None:
+    """The CUDA version that the driver serves; None without a driver."""
+    try:
+        from cuda.bindings import driver
+
+        status, version = driver.cuDriverGetVersion()
+    except (ImportError, RuntimeError):
+        # cuda-bindings raises RuntimeError, or a subclass of it, where the library is not found.
+        return None
+    return None if int(status) else (version // 1000, version % 1000 // 10)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where each parameter lies in the block of memory that a launch reads."""
+
+    packer: struct.Struct
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, signature: str) -> Layout:
+        """From one letter a parameter: P pointer, i int32, q int64, f float, T tensor map.
+
+        >>> Layout.of("PiT").offsets
+        (0, 8, 64)
+        """
+        at, form, offsets, sizes = 0, "<", [], []
+        for letter in signature:
+            size, code = _FORMATS[letter]
+            alignment = _MAP_ALIGNMENT if letter == MAP else size
+            gap = -at % alignment
+            form += f"{gap}x" if gap else ""
+            form += code
+            offsets.append(at + gap)
+            sizes.append(size)
+            at += gap + size
+        return cls(struct.Struct(form), tuple(offsets), tuple(sizes))
+
+
+@dataclass(slots=True)
+class _Frame:
+    """What one thread needs to launch one kernel: memory for the parameters, and the settings."""
+
+    memory: Any
+    start: int
+    pointers: Any
+    address: int
+    config: Any
+
+
+@dataclass(eq=False)
+class Kernel:
+    """A loaded kernel. Call it inside `torch.cuda.device` of the tensors' device.
+
+    `threads` a block; `shared_bytes` of dynamic shared memory; `programmatic`: the launch may begin
+    before the kernel in front of it in the stream has ended, and the kernel waits for that one
+    itself (griddepcontrol.wait).
+    """
+
+    name: str
+    handle: Any
+    function: Any
+    layout: Layout
+    threads: int
+    shared_bytes: int
+    programmatic: bool
+    _devices: set[int] = field(default_factory=set)
+    _frames: threading.local = field(default_factory=threading.local)
+
+    def __call__(self, device: int, blocks: int, *args: int | float | bytes) -> None:
+        """Launch `blocks` blocks on the current stream of CUDA device number `device`.
+
+        Pointers are integers (`Tensor.data_ptr()`, 0 for none), tensor maps what `tensor_map`
+        gives. Raises RuntimeError with the driver's words where it refuses.
+        """
+        from cuda.bindings import driver
+
+        frame = getattr(self._frames, "frame", None)
+        if frame is None:
+            frame = self._frames.frame = self._new_frame()
+        if device not in self._devices:
+            self._prepare(device)
+        _enter(device)
+        self.layout.packer.pack_into(frame.memory, frame.start, *args)
+        config = frame.config
+        config.gridDimX = blocks
+        # What torch's own compilers use: a Stream object costs the host several times as much.
+        config.hStream = driver.CUstream(torch._C._cuda_getCurrentRawStream(device))
+        (status,) = driver.cuLaunchKernelEx(config, self.function, frame.address, 0)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"kernel {self.name} with {blocks} blocks: {_text(status)}")
+
+    def _new_frame(self) -> _Frame:
+        from cuda.bindings import driver
+
+        memory = ctypes.create_string_buffer(self.layout.packer.size + _MAP_ALIGNMENT)
+        start = -ctypes.addressof(memory) % _MAP_ALIGNMENT
+        first = ctypes.addressof(memory) + start
+        pointers = (ctypes.c_void_p * len(self.layout.offsets))(
+            *(first + offset for offset in self.layout.offsets)
+        )
+        config = driver.CUlaunchConfig()
+        config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+        config.blockDimX = self.threads
+        config.sharedMemBytes = self.shared_bytes
+        if self.programmatic:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = (
+                driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            )
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs = [attribute]
+            config.numAttrs = 1
+        return _Frame(memory, start, pointers, ctypes.addressof(pointers), config)
+
+    def _prepare(self, device: int) -> None:
+        """Once a device: ask for the dynamic shared memory."""
+        from cuda.bindings import driver
+
+        _enter(device)
+        if self.shared_bytes > _PLAIN_SHARED_BYTES:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            (number,) = _values(driver.cuDeviceGet(device))
+            _values(driver.cuKernelSetAttribute(attribute, self.shared_bytes, self.handle, number))
+        self._devices.add(device)
+
+
+def load(
+    program: Program,
+    name: str,
+    signature: str,
+    *,
+    threads: int,
+    shared_bytes: int = 0,
+    programmatic: bool = False,
+) -> Kernel:
+    """Kernel `name` of a program, compiled where the cache has it not; loaded once a process.
+
+    `signature` is one letter a parameter (`Layout.of`); ValueError where the machine code has other
+    parameters.
+    """
+    library, params = _library(program)
+    layout = Layout.of(signature)
+    if name not in params:
+        raise ValueError(f"{program.source} has no kernel {name}: {', '.join(params)}")
+    if layout.sizes != params[name]:
+        raise ValueError(
+            f"kernel {name} of {program.source} takes parameters of {params[name]} bytes, "
+            f"signature {signature!r} gives {layout.sizes}"
+        )
+    return _load(program, library, name, layout, threads, shared_bytes, programmatic)
+
+
+@cache
+def _load(
+    program: Program,
+    library: Any,
+    name: str,
+    layout: Layout,
+    threads: int,
+    shared_bytes: int,
+    programmatic: bool,
+) -> Kernel:
+    from cuda.bindings import driver
+
+    (kernel,) = _values(driver.cuLibraryGetKernel(library, name.encode()))
+    # The driver takes a kernel of a library for a function wherever it launches one.
+    function = driver.CUfunction(int(kernel))
+    return Kernel(name, kernel, function, layout, threads, shared_bytes, programmatic)
+
+
+def _library(program: Program) -> tuple[Any, dict[str, tuple[int, ...]]]:
+    with _LOADING:
+        return _loaded(program)
+
+
+@cache
+def _loaded(program: Program) -> tuple[Any, dict[str, tuple[int, ...]]]:
+    """The driver's handle, good in every context, and the sizes of each kernel's parameters."""
+    from cuda.bindings import driver
+
+    made = kept(program)
+    params = {r.kernel: tuple(size for _, size in r.params) for r in made.resources}
+    # torch initialises the driver, too.
+    _values(driver.cuInit(0))
+    (library,) = _values(driver.cuLibraryLoadData(made.cubin, [], [], 0, [], [], 0))
+    return library, params
+
+
+# Bytes an element, and the driver's name of the type.
+_MAP_TYPES = {
+    torch.int8: (1, "UINT8"),
+    torch.uint8: (1, "UINT8"),
+    torch.float8_e4m3fn: (1, "UINT8"),
+    torch.float16: (2, "FLOAT16"),
+    torch.bfloat16: (2, "BFLOAT16"),
+    torch.float32: (4, "FLOAT32"),
+}
+
+
+@lru_cache(maxsize=_MOST_MAPS)
+def tensor_map(
+    pointer: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle_bytes: int = 0,
+    promotion_bytes: int = 128,
+) -> bytes:
+    """A tensor map for TMA, 128 bytes, to be passed as a `__grid_constant__` parameter.
+
+    `shape`, `box` and `strides` count elements, outermost axis first, as torch does; the last
+    stride is 1 and not given. What lies outside the shape is read as zero. `swizzle_bytes` and
+    `promotion_bytes` (of a fetch into L2) are 0, 32 (swizzle only), 64, 128 or 256 (promotion
+    only).
+    """
+    from cuda.bindings import driver
+
+    element, name = _MAP_TYPES[dtype]
+    rank = len(shape)
+    swizzle = f"CU_TENSOR_MAP_SWIZZLE_{f'{swizzle_bytes}B' if swizzle_bytes else 'NONE'}"
+    promotion = f"{f'L2_{promotion_bytes}B' if promotion_bytes else 'NONE'}"
+    status, made = driver.cuTensorMapEncodeTiled(
+        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{name}"),
+        rank,
+        pointer,
+        [driver.cuuint64_t(size) for size in reversed(shape)],
+        [driver.cuuint64_t(stride * element) for stride in reversed(strides)],
+        [driver.cuuint32_t(size) for size in reversed(box)],
+        [driver.cuuint32_t(1)] * rank,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        getattr(driver.CUtensorMapSwizzle, swizzle),
+        getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{promotion}"),
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(
+            f"tensor map of {shape} by {strides}, box {box}, swizzle {swizzle_bytes}: "
+            f"{_text(status)}"
+        )
+    return ctypes.string_at(made.getPtr(), 128)
+
+
+def _enter(device: int) -> None:
+    """Give a thread that has never used CUDA the context that torch made for `device`."""
+    if getattr(_THREAD, "entered", False):
+        return
+    from cuda.bindings import driver
+
+    _values(driver.cuInit(0))
+    (current,) = _values(driver.cuCtxGetCurrent())
+    if int(current) == 0:
+        (number,) = _values(driver.cuDeviceGet(device))
+        (context,) = _values(driver.cuDevicePrimaryCtxRetain(number))
+        _values(driver.cuCtxSetCurrent(context))
+    _THREAD.entered = True
+
+
+def _values(answer: Sequence[Any]) -> Sequence[Any]:
+    """What follows the status in an answer of the driver; raises where it is no success."""
+    from cuda.bindings import driver
+
+    if answer[0] != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"CUDA driver: {_text(answer[0])}")
+    return answer[1:]
+
+
+def _text(status: Any) -> str:
+    from cuda.bindings import driver
+
+    _, words = driver.cuGetErrorString(status)
+    return f"{status.name} ({words.decode() if words else 'no text'})"

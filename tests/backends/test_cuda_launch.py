@@ -1,0 +1,217 @@
+"""Launching without a GPU: the memory that the driver would read, and what is refused before."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+
+import pytest
+import torch
+
+driver = pytest.importorskip("cuda.bindings.driver")
+
+from sagepatch.backends.cuda import build, launch  # noqa: E402
+from sagepatch.backends.cuda.launch import Kernel, Layout  # noqa: E402
+
+SIGNATURE = "PiTfqP"
+MAP = bytes(range(128))
+
+
+def test_parameters_lie_aligned():
+    layout = Layout.of(SIGNATURE)
+    assert layout.offsets == (0, 8, 64, 192, 200, 208)
+    assert layout.sizes == (8, 4, 128, 4, 8, 8)
+    assert layout.packer.size == 216
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What reaches the driver: (blocks, threads, shared bytes, stream, parameters, attributes)."""
+    seen = []
+
+    def fake(config, function, params, extra):
+        offsets = ctypes.cast(params, ctypes.POINTER(ctypes.c_void_p))
+        values = [
+            ctypes.string_at(offsets[i], size) for i, size in enumerate(Layout.of(SIGNATURE).sizes)
+        ]
+        seen.append(
+            (
+                config.gridDimX,
+                config.blockDimX,
+                config.sharedMemBytes,
+                int(config.hStream),
+                values,
+                [
+                    attribute.value.programmaticStreamSerializationAllowed
+                    for attribute in config.attrs
+                ]
+                if config.numAttrs
+                else [],
+                [offsets[i] % 64 for i in (2,)],
+            )
+        )
+        return (driver.CUresult.CUDA_SUCCESS,)
+
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", fake)
+    monkeypatch.setattr(launch, "_enter", lambda device: None)
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda device: 64 + device, raising=False
+    )
+    return seen
+
+
+def _kernel(**options):
+    settings = {"threads": 128, "shared_bytes": 1024, "programmatic": False, **options}
+    return Kernel("k", None, None, Layout.of(SIGNATURE), **settings)
+
+
+def test_a_launch_hands_over_every_parameter(launched):
+    kernel = _kernel()
+    for blocks in (7, 70000):
+        kernel(3, blocks, 1 << 40, -5, MAP, 0.25, -(1 << 50), 0)
+    first, second = launched
+    assert first[:4] == (7, 128, 1024, 67)
+    assert second[0] == 70000
+    expected = [
+        struct.pack("<Q", 1 << 40),
+        struct.pack("<i", -5),
+        MAP,
+        struct.pack("<f", 0.25),
+        struct.pack("<q", -(1 << 50)),
+        struct.pack("<Q", 0),
+    ]
+    assert first[4] == expected
+    assert first[5] == []
+    assert first[6] == [0]
+
+
+def test_a_programmatic_launch_says_so(launched):
+    _kernel(programmatic=True)(0, 1, 0, 0, MAP, 0.0, 0, 0)
+    assert launched[0][5] == [1]
+
+
+def test_a_wrong_number_of_arguments_is_told(launched):
+    with pytest.raises(struct.error):
+        _kernel()(0, 1, 0, 0, MAP, 0.0, 0)
+
+
+def test_threads_do_not_share_parameters(launched):
+    kernel = _kernel()
+
+    def many(value):
+        for _ in range(200):
+            kernel(0, value, value, value, MAP, float(value), value, value)
+
+    threads = [threading.Thread(target=many, args=(value,)) for value in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(launched) == 600
+    for blocks, _, _, _, values, _, _ in launched:
+        assert values[1] == struct.pack("<i", blocks)
+
+
+def test_a_refusal_of_the_driver_is_raised_with_its_words(monkeypatch, launched):
+    monkeypatch.setattr(
+        driver,
+        "cuLaunchKernelEx",
+        lambda *args: (driver.CUresult.CUDA_ERROR_INVALID_VALUE,),
+    )
+    monkeypatch.setattr(launch, "_text", lambda status: status.name)
+    with pytest.raises(RuntimeError, match="kernel k with 5 blocks: CUDA_ERROR_INVALID_VALUE"):
+        _kernel()(0, 5, 0, 0, MAP, 0.0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "signature", "said"),
+    [("one", "P", "parameters of"), ("two", "Pi", "no kernel two: one")],
+)
+def test_a_signature_is_held_to_the_machine_code(monkeypatch, name, signature, said):
+    monkeypatch.setattr(launch, "_loaded", lambda program: (None, {"one": (8, 4)}))
+    with pytest.raises(ValueError, match=said):
+        launch.load(build.Program("one.cu"), name, signature, threads=32)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "found", "said"),
+    [
+        ((13, 0), None, "no NVIDIA driver"),
+        ((13, 0), (12, 4), r"serves CUDA 12\.4, and NVRTC 13\.0 makes code for CUDA 13\.0"),
+        ((13, 5), (13, 0), None),
+        ((12, 8), (13, 0), None),
+    ],
+)
+def test_an_old_driver_is_one_sentence(monkeypatch, compiler, found, said):
+    launch.missing.cache_clear()
+    monkeypatch.setattr(launch, "missing_compiler", lambda target: None)
+    monkeypatch.setattr(launch, "nvrtc_version", lambda: compiler)
+    monkeypatch.setattr(launch, "driver_version", lambda: found)
+    sentence = launch.missing("sm_90a")
+    launch.missing.cache_clear()
+    if said is None:
+        assert sentence is None
+    else:
+        import re
+
+        assert re.search(said, sentence)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_kernels_run_on_the_current_stream_and_in_fresh_threads(tmp_path, monkeypatch):
+    source = """
+extern "C" __global__ void fill(float* a, int n, float value) {
+  extern __shared__ float row[];
+  row[threadIdx.x] = value;
+  __syncthreads();
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) a[i] += row[blockDim.x - 1 - threadIdx.x];
+}
+"""
+    (tmp_path / "fill.cu").write_text(source)
+    monkeypatch.setattr(build, "FOLDER", tmp_path)
+    monkeypatch.setenv("SAGEPATCH_CACHE_DIR", str(tmp_path / "kept"))
+    kernel = launch.load(
+        build.Program("fill.cu"), "fill", "Pif", threads=128, shared_bytes=100 << 10
+    )
+    a = torch.zeros(1000, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10_000_000)
+        a.add_(1)
+        kernel(0, 8, a.data_ptr(), a.numel(), 2.0)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert a.eq(3).all()
+    failed = []
+
+    def fresh():
+        try:
+            kernel(0, 8, a.data_ptr(), a.numel(), 4.0)
+        except RuntimeError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=fresh)
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert not failed
+    assert a.eq(7).all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel(0, 8, a.data_ptr(), a.numel(), 1.0)
+    graph.replay()
+    graph.replay()
+    assert a.eq(9).all()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_tensor_maps_are_made_once_a_tensor():
+    a = torch.zeros(4, 256, 128, dtype=torch.int8, device="cuda")
+    arguments = (a.data_ptr(), a.dtype, tuple(a.shape), a.stride()[:-1], (1, 64, 128), 128)
+    made = launch.tensor_map(*arguments)
+    assert len(made) == 128
+    assert launch.tensor_map(*arguments) is made
+    with pytest.raises(RuntimeError, match="tensor map of"):
+        launch.tensor_map(a.data_ptr() + 1, *arguments[1:])
