@@ -22,7 +22,7 @@ from sagepatch.patchers.diffusers_copies import (
     patched_copy,
     retire,
 )
-from sagepatch.patchers.diffusers_processors import Route, backend_name, way_of
+from sagepatch.patchers.diffusers_processors import Route, Way, backend_name, elsewhere, way_of
 from sagepatch.patchers.sdpa import named_modules
 from sagepatch.patchers.site import Found, Left, Site, Swap
 
@@ -94,7 +94,7 @@ def find(model: nn.Module, prefix: str) -> Found:
         if way.route is Route.NONE:
             left.append(Left(name, kind, way.reason))
         else:
-            install_here = functools.partial(install, module, way.route)
+            install_here = functools.partial(install, module, way)
             sites.append(Site(name, kind, module, "diffusers", install_here))
     return Found(tuple(sites), tuple(left))
 
@@ -134,11 +134,11 @@ def _reads_other_width(module: nn.Module) -> bool:
     )
 
 
-def install(module: nn.Module, route: Route, layer: PatchedLayer) -> Swap:
+def install(module: nn.Module, way: Way, layer: PatchedLayer) -> Swap:
     """Give this one instance a processor that reaches `layer`; what it had comes back on undo."""
     handle = layer.handle
     original = original_of(module.processor)
-    ours = patched_copy(original, handle, route)
+    ours = patched_copy(original, handle, way.route)
     _put(module, ours)
 
     def undo() -> None:
@@ -150,9 +150,10 @@ def install(module: nn.Module, route: Route, layer: PatchedLayer) -> Swap:
     def replaced_by() -> str | None:
         if module.processor is not ours:
             return type(module.processor).__name__
-        if in_force(ours, handle):
-            return None
-        return f"attention backend {backend_name(ours) or 'default'}"
+        if not in_force(ours, handle):
+            return f"attention backend {backend_name(ours) or 'default'}"
+        backend = elsewhere(ours) if way.dispatched else None
+        return None if backend is None else f"attention backend {backend}"
 
     return Swap(undo, replaced_by)
 

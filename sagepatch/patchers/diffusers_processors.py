@@ -6,6 +6,7 @@ Runs nothing and changes nothing; a class that diffusers adds tomorrow is classi
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from dataclasses import dataclass
 from enum import Enum
@@ -17,9 +18,12 @@ from torch import nn
 from sagepatch.patchers.code import reached
 
 DISPATCH = "dispatch_attention_fn"
+SDPA = "scaled_dot_product_attention"
 
 # The model itself reads this processor's backend and expects one of diffusers' names there.
 _BACKEND_READ_BY_MODEL = frozenset({"AceStepAttnProcessor2_0"})
+# Some of its calls ask for the default backend whatever its own is: no handle would arrive there.
+_BACKEND_NOT_PASSED_ON = frozenset({"QwenImage21AttnProcessor"})
 
 
 class Route(Enum):
@@ -32,10 +36,15 @@ class Route(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The route of one processor; `reason` says why there is none."""
+    """The route of one processor; `reason` says why there is none.
+
+    With `dispatched`, torch's SDPA is reached through diffusers' dispatcher, so only while its
+    backend is one that calls SDPA.
+    """
 
     route: Route
     reason: str = ""
+    dispatched: bool = False
 
 
 def way_of(processor: Any) -> Way:
@@ -59,9 +68,10 @@ def class_way(processor_class: type) -> Way:
         own = backend_name(processor_class)
         if own is not None or ("FLEX" in uses and not carries):
             return Way(Route.NONE, f"{name} always asks for the {own or 'flex'} backend")
-        by_handle = carries and name not in _BACKEND_READ_BY_MODEL
-        return Way(Route.DISPATCH if by_handle else Route.SDPA)
-    if "scaled_dot_product_attention" in uses:
+        if carries and name not in _BACKEND_READ_BY_MODEL | _BACKEND_NOT_PASSED_ON:
+            return Way(Route.DISPATCH)
+        return Way(Route.SDPA, dispatched="NATIVE" not in uses)
+    if SDPA in uses:
         return Way(Route.SDPA)
     if "super" in uses and _inherits_a_route(processor_class):
         return Way(Route.SDPA)
@@ -92,13 +102,29 @@ def backend_name(processor: Any) -> str | None:
     return None if backend is None else str(getattr(backend, "value", backend))
 
 
+def elsewhere(processor: Any) -> str | None:
+    """The backend that a dispatched call of this processor goes to where that is not torch's SDPA:
+    its own, or the one that diffusers uses by default; None where SDPA is called.
+    """
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+    own = getattr(processor, "_attention_backend", None)
+    active, _ = _AttentionBackendRegistry.get_active_backend()
+    for backend in (active, own):
+        if backend is not None:
+            kernel = _AttentionBackendRegistry._backends[AttentionBackendName(backend)]
+            if not any(name == SDPA for _, name in reached(inspect.unwrap(kernel), type(None))):
+                return str(AttentionBackendName(backend).value)
+    return None
+
+
 def _uses(call: types.FunctionType, owner: type) -> frozenset[str]:
     """Names that the code reaches, with SDPA under its own name whatever a file calls it."""
     names = set()
     for function, name in reached(call, owner):
         names.add(name)
         if function.__globals__.get(name) is F.scaled_dot_product_attention:
-            names.add("scaled_dot_product_attention")
+            names.add(SDPA)
     return frozenset(names)
 
 

@@ -50,12 +50,13 @@ LEFT = {
     "LTX2VideoVaeNeighborhoodAttnProcessor": "asks for the flex backend",
     "LTX2VideoVaeNeighborhoodNattenProcessor": "neither torch's SDPA nor diffusers' dispatcher",
 }
-# Dispatcher calls that carry no backend, or one that the model itself reads.
+# Dispatcher calls that carry no backend, not always their own, or one that the model itself reads.
 REDIRECTED = {
     "AceStepAttnProcessor2_0",
     "CosmosAttnProcessor2_0",
     "CosmosAttnProcessor2_5",
     "MMAudioAttnProcessor",
+    "QwenImage21AttnProcessor",
 }
 
 
