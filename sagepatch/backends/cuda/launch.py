@@ -27,8 +27,9 @@ _FORMATS = {
     FLOAT: (4, "f"),
     MAP: (128, "128s"),
 }
-# What the driver asks of a tensor map in memory.
+# What the driver asks of a tensor map in memory, and C of a structure that holds 8-byte members.
 _MAP_ALIGNMENT = 64
+_STRUCTURE_ALIGNMENT = 8
 # Shared memory that a kernel has without asking for more.
 _PLAIN_SHARED_BYTES = 48 << 10
 _MOST_MAPS = 8192
@@ -80,21 +81,33 @@ class Layout:
 
     @classmethod
     def of(cls, signature: str) -> Layout:
-        """From one letter a parameter: P pointer, i int32, q int64, f float, T tensor map.
+        """From one letter a parameter: P pointer, i int32, q int64, f float, T tensor map; letters
+        in braces are the members of one parameter that is a structure, of 8-byte alignment.
 
-        >>> Layout.of("PiT").offsets
-        (0, 8, 64)
+        >>> Layout.of("Pi{if}T").offsets
+        (0, 8, 16, 64)
         """
         at, form, offsets, sizes = 0, "<", [], []
+        inside = False
         for letter in signature:
+            if letter in "{}":
+                inside = letter == "{"
+                gap = -at % _STRUCTURE_ALIGNMENT
+                form += f"{gap}x"
+                at += gap
+                if inside:
+                    offsets.append(at)
+                else:
+                    sizes.append(at - offsets[-1])
+                continue
             size, code = _FORMATS[letter]
-            alignment = _MAP_ALIGNMENT if letter == MAP else size
-            gap = -at % alignment
-            form += f"{gap}x" if gap else ""
-            form += code
-            offsets.append(at + gap)
-            sizes.append(size)
-            at += gap + size
+            gap = -at % (_MAP_ALIGNMENT if letter == MAP else size)
+            form += f"{gap}x{code}"
+            at += gap
+            if not inside:
+                offsets.append(at)
+                sizes.append(size)
+            at += size
         return cls(struct.Struct(form), tuple(offsets), tuple(sizes))
 
 

@@ -4,16 +4,31 @@ tensors of any strides. No attention in here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
 
+import torch
 from torch import Tensor
 
-# Scratch rows of keys start and end at multiples of this.
-PAD = 128
-# Rows of Q and K are padded with zero columns to multiples of this: k of wgmma and mma for INT8.
-QK_PAD = 32
-# Head sizes of V are padded to multiples of this: n of wgmma.
-V_PAD = 8
+from sagepatch.backends.cuda.build import Program
+from sagepatch.backends.cuda.launch import Kernel, load
+from sagepatch.backends.cuda.prepass_form import (
+    MOST_HEAD_DIM,
+    PAD,
+    QK_PAD,
+    V_PAD,
+    Form,
+    form_of,
+    macros,
+    own_strides,
+    refusal,
+)
+from sagepatch.errors import InvalidArgument
+from sagepatch.numerics.prepass import LOG2E
+from sagepatch.numerics.recipe import RECIPES, Recipe
+from sagepatch.spec import Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +72,8 @@ class Codes:
     # [B, Hq, Sq] fp32, softmax scale * log2(e) * q . k_mean; None unless return_lse, softcap or
     # sinks.
     shift_log2: Tensor | None
-    # [groups, Hkv, Dp] fp32, what was subtracted from K, columns D..Dp zero; None for recipes that
-    # do not smooth K.
-    k_mean: Tensor | None
+    # [groups, Hkv, Dp] fp32, what was subtracted from K, columns D..Dp zero.
+    k_mean: Tensor
     # Calls with a key mask, else None. [B, Nkp // 32] int32: bit j of word w is 1 where key
     # 32 w + j is seen, 0 past Skv.
     key_bits: Tensor | None
@@ -67,3 +81,236 @@ class Codes:
     kv_len: Tensor | None
     # [4] int32, zeroed by the pre-pass: tile counters for the scheduler of a kernel behind it.
     counters: Tensor
+
+
+def prepare(call: Call, recipe: Recipe) -> Codes:
+    """Quantise the tensors of `call` as `recipe` says, on the current stream of their device.
+
+    Sq and Skv are at least 1; the only mask is one of keys ([B or 1, 1, 1, Skv] bool). Two
+    launches; never waits for the device. Raises `InvalidArgument` for what `refusal` names, for
+    other masks and for head sizes over 256.
+    """
+    plan = plan_of(form_of(call, recipe))
+    scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=call.q.device)
+    plan.launch(call, scratch.data_ptr())
+    return plan.codes(scratch)
+
+
+# A pointer of the call, or an offset into the scratch memory; numbers are passed as they are.
+_FROM_CALL = ("q", "k", "v", "seen", "cu_q", "cu_k", "factor")
+_MAIN = "PPP{qqqq}{qqqq}{qqqq}{PqqPP}{iiiiiiii}{PPPf}"
+STATISTICS = _MAIN + "PPPPPPi"
+QUANTISE = _MAIN + "{PPP}{PPf}PPPPPi"
+# Of torch's allocator, and what TMA asks of a tensor: 16 bytes; whole lines for the rest.
+_ALIGNMENT = 256
+# Blocks of threads that take statistics: three for each multiprocessor of the largest GPU.
+STATISTICS_BLOCKS = 400
+# Every quantising block reads the sums of all chunks of its head.
+MOST_CHUNKS = 32
+
+
+class Plan:
+    """How calls of one form are prepared: machine code, sizes, places in the scratch memory."""
+
+    def __init__(self, form: Form) -> None:
+        recipe = form.recipe
+        why = refusal(recipe)
+        if why is not None:
+            raise InvalidArgument(why)
+        B, Hq, Sq, D = form.q
+        Hkv, Skv = form.k[1], form.k[2]
+        Dv = form.v_head_dim
+        if not 1 <= max(D, Dv) <= MOST_HEAD_DIM:
+            raise InvalidArgument(f"head sizes {D} and {Dv}; at most {MOST_HEAD_DIM} are served")
+        self.form = form
+        packed = form.members is not None
+        self.groups = B if form.members is None else form.members
+        dp, d8 = -(-D // QK_PAD) * QK_PAD, -(-Dv // V_PAD) * V_PAD
+        blocks = Skv // PAD + self.groups if packed else -(-Skv // PAD)
+        self.kv_pad = blocks * PAD
+        q_blocks = Sq // PAD + self.groups if packed else -(-Sq // PAD)
+        chunks, per_chunk = _chunks(self.groups * Hkv, -(-Skv // PAD))
+        key_scales = self.kv_pad if recipe.k_granularity == "token" else self.kv_pad // 16
+        f32, i32 = torch.float32, torch.int32
+        self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]] | None] = {
+            "q8": (torch.int8, (B, Hq, Sq, dp)),
+            "q_scale_log2": (f32, (B, Hq, Sq)),
+            "k8": (torch.int8, (B, Hkv, self.kv_pad, dp)),
+            "k_scale": (
+                f32,
+                (B, Hkv, key_scales)
+                if recipe.k_granularity == "token"
+                else (B, Hkv, key_scales // 4, 4),
+            ),
+            "vt8": (torch.float8_e4m3fn, (B, Hkv, d8, self.kv_pad))
+            if recipe.pv == "e4m3"
+            else None,
+            "v16": (torch.float16, (B, Hkv, self.kv_pad, d8)) if recipe.pv == "fp16" else None,
+            "v_scale": (f32, (self.groups, Hkv, d8)),
+            "shift_log2": (f32, (B, Hq, Sq)) if form.shift else None,
+            "k_mean": (f32, (self.groups, Hkv, dp)),
+            "key_bits": (i32, (B, self.kv_pad // 32)) if form.seen_strides else None,
+            "kv_len": (i32, (B,)) if form.seen_strides else None,
+            "counters": (i32, (4,)),
+        }
+        working: dict[str, tuple[torch.dtype, tuple[int, ...]] | None] = {
+            "k_sum": (f32, (self.groups, Hkv, chunks, dp)),
+            "k_count": (f32, (self.groups, Hkv, chunks)),
+            "last_seen": (i32, (self.groups, chunks)),
+            "v_peak": (f32, (self.groups, Hkv, chunks, d8)),
+        }
+        self.offsets: dict[str, int] = {}
+        at = 0
+        for name, tensor in (self.tensors | working).items():
+            if tensor is not None:
+                self.offsets[name] = at
+                dtype, shape = tensor
+                at += -(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        self.scratch_bytes = at
+        q_work, k_work = B * Hq * q_blocks, B * Hkv * blocks
+        parts = self.groups * Hkv * chunks
+        units = k_work if packed else parts * per_chunk
+        self.statistics_blocks = 2 * parts + (0 if form.shift else q_work)
+        self.quantise_blocks = 2 * units + (q_work if form.shift else 0)
+        head_strides = [
+            own_strides(s, n)
+            for s, n in zip(
+                (form.q_strides, form.k_strides, form.v_strides),
+                (form.q, form.k, (*form.k[:3], Dv)),
+                strict=True,
+            )
+        ]
+        self.program = Program("prepass.cu", macros(form, head_strides), form.target)
+        main: list[int | str] = [
+            *("q", "k", "v"),
+            *(stride for strides in head_strides for stride in strides),
+            *("seen", *(form.seen_strides or (0, 0)), "cu_q", "cu_k"),
+            *(Hq, Hkv, self.groups, Sq, Skv, self.kv_pad, chunks, per_chunk),
+            *("+q8", "+q_scale_log2", "+shift_log2", "factor"),
+        ]
+        values = "+vt8" if recipe.pv == "e4m3" else "+v16"
+        self.statistics_fill = _filler(
+            self.offsets,
+            [
+                *main,
+                *("+k_sum", "+k_count", "+last_seen", "+v_peak", "+key_bits", "+counters"),
+                self.groups,
+            ],
+        )
+        self.quantise_fill = _filler(
+            self.offsets,
+            [
+                *main,
+                *("+k8", "+k_scale", "+k_mean", values, "+v_scale", float(recipe.v_range)),
+                *("+k_sum", "+k_count", "+last_seen", "+v_peak", "+kv_len"),
+                B,
+            ],
+        )
+
+    @cached_property
+    def kernels(self) -> tuple[Kernel, Kernel]:
+        """The two kernels, compiled and loaded when first wanted."""
+        threads = 512 if max(self.form.q[3], self.form.v_head_dim) > 128 else 256
+        return (
+            load(self.program, "statistics", STATISTICS, threads=threads),
+            load(self.program, "quantise", QUANTISE, threads=threads, programmatic=True),
+        )
+
+    def launch(self, call: Call, scratch: int) -> None:
+        """Fill the scratch memory at address `scratch` on the current stream of the tensors'
+        device, which must be the current one.
+        """
+        statistics, quantise = self.kernels
+        device = call.q.device.index
+        mask, cu_q, cu_k = call.attn_mask, call.cu_seqlens_q, call.cu_seqlens_kv
+        given = (
+            call.q.data_ptr(),
+            call.k.data_ptr(),
+            call.v.data_ptr(),
+            0 if mask is None else mask.data_ptr(),
+            0 if cu_q is None else cu_q.data_ptr(),
+            0 if cu_k is None else cu_k.data_ptr(),
+            call.scale * LOG2E,
+        )
+        statistics(device, self.statistics_blocks, *self.statistics_fill(given, scratch))
+        quantise(device, self.quantise_blocks, *self.quantise_fill(given, scratch))
+
+    def codes(self, scratch: Tensor) -> Codes:
+        """The scratch memory as tensors."""
+        found: dict[str, Tensor | None] = {}
+        for name, tensor in self.tensors.items():
+            if tensor is None:
+                found[name] = None
+                continue
+            dtype, shape = tensor
+            at = self.offsets[name]
+            part = scratch[at : at + prod(shape) * dtype.itemsize]
+            found[name] = part.view(dtype).view(shape)
+        return Codes(**found)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=1024)
+def plan_of(form: Form) -> Plan:
+    """The plan of a form, remembered."""
+    return Plan(form)
+
+
+def instances(target: str) -> tuple[Program, ...]:
+    """The programs that `sagepatch build` compiles ahead: common head sizes, bf16 and fp16, every
+    recipe's pre-pass, with and without a log-sum-exp.
+    """
+    found: dict[Program, None] = {}
+    for recipe in RECIPES.values():
+        if recipe.exact or refusal(recipe) is not None:
+            continue
+        for dtype in (torch.bfloat16, torch.float16):
+            for head_dim in (64, 128):
+                for shift in (False, True):
+                    shape = (1, 1, PAD, head_dim)
+                    strides = (0, 0, head_dim, 1)
+                    form = Form(
+                        *(recipe, target, shape, shape, head_dim, strides, strides, strides),
+                        *((dtype, dtype, dtype), True, None, None, shift),
+                    )
+                    found[plan_of(form).program] = None
+    return tuple(found)
+
+
+def _chunks(heads: int, blocks: int) -> tuple[int, int]:
+    """Parts that the keys of one head are summed in, and blocks of keys a part. A pure function, so
+    that sums repeat.
+    """
+    wanted = min(MOST_CHUNKS, -(-STATISTICS_BLOCKS // (2 * heads)))
+    per_chunk = max(1, blocks // wanted, -(-blocks // MOST_CHUNKS))
+    return -(-blocks // per_chunk), per_chunk
+
+
+Given = tuple[int | float, ...]
+
+
+def _filler(
+    offsets: dict[str, int], wanted: list[int | float | str]
+) -> Callable[[Given, int], list[int | float]]:
+    """A function from what a call brings and the scratch address to the arguments of a launch.
+    Words name what the call brings; with a plus, a place in the scratch memory (0 if it has none).
+    """
+    template: list[int | float] = []
+    from_call: list[tuple[int, int]] = []
+    from_scratch: list[tuple[int, int]] = []
+    for position, value in enumerate(wanted):
+        template.append(0 if isinstance(value, str) else value)
+        if isinstance(value, str) and value.startswith("+"):
+            if value[1:] in offsets:
+                from_scratch.append((position, offsets[value[1:]]))
+        elif isinstance(value, str):
+            from_call.append((position, _FROM_CALL.index(value)))
+
+    def fill(given: Given, scratch: int) -> list[int | float]:
+        args = template.copy()
+        for position, index in from_call:
+            args[position] = given[index]
+        for position, offset in from_scratch:
+            args[position] = scratch + offset
+        return args
+
+    return fill

@@ -1,0 +1,553 @@
+// The pre-pass in two launches: `statistics` sums K and takes the largest magnitudes of V over seen
+// keys, and quantises Q; `quantise` writes the codes of K and V. prepass.py documents the results.
+//
+// Bytes, with n_q, n_k, n_v elements of E bytes: `statistics` reads E (n_q + n_k + n_v) and writes
+// n_q; `quantise` reads E (n_k + n_v), less what the L2 still holds, and writes n_k + n_v (FP16 PV:
+// n_k + 2 n_v). In bf16 and FP8 PV, at the 4.2 TB/s of an H200:
+//   B 1, H 24, S  4608, D 128:  99 +  85 MB, floor  44 us (31 us if the L2 held all of K and V)
+//   B 2, H 30, S 17776, D  64: 478 + 410 MB, floor 211 us
+//
+// Macros: Q_TYPE, K_TYPE, V_TYPE (0 fp16, 1 bf16, 2 fp32); HEAD, V_HEAD (head sizes); VECTORS;
+// Q_BLOCK (1: one scale a block of 128 queries, 0: one a query); K_GROUPS (keys that share a scale:
+// 0 none, 1 all of K_BLOCK, 4 those of a thread of a fragment); K_BLOCK (64 or 128); FP16_PV; MASK
+// (0 none, 1 seen bytes, 2 packed); SHIFT (1: write shift_log2; Q is then quantised by `quantise`,
+// which knows the mean of K).
+
+#include "rows.cuh"
+
+#include "codes.cuh"
+
+// Tokens of a block; keys are padded to whole blocks.
+constexpr int ROWS = 128;
+constexpr int DP = round_up(HEAD, 32);
+constexpr int D8 = round_up(V_HEAD, 8);
+constexpr int THREADS = HEAD > 128 || V_HEAD > 128 ? 512 : 256;
+constexpr int WARPS = THREADS / 32;
+// Neighbouring threads that read one token, eight channels each, and tokens read at once.
+constexpr int QK_LANES = power_of_two(DP / 8), V_LANES = power_of_two(D8 / 8);
+constexpr int QK_ROWS = THREADS / QK_LANES, V_ROWS = THREADS / V_LANES;
+constexpr int QK_PASSES = ROWS / QK_ROWS;
+constexpr bool WIDE = Q_TYPE == FP32 || K_TYPE == FP32 || V_TYPE == FP32;
+// Loads of a thread in flight while it takes statistics, and blocks that a multiprocessor holds.
+#ifndef UNROLL
+#define UNROLL (WIDE ? 4 : 8)
+#endif
+#ifndef RESIDENT_THREADS
+#define RESIDENT_THREADS (WIDE ? 512 : 768)
+#endif
+constexpr int RESIDENT = RESIDENT_THREADS / THREADS;
+constexpr bool SEEN = MASK == 1, PACKED = MASK == 2;
+
+// What both kernels are told.
+struct Sizes {
+  int q_heads, heads, members, q_len, kv_len, kv_pad;
+  // Keys are summed in `chunks` parts of `per_chunk` blocks (of a packed member: as many as it has).
+  int chunks, per_chunk;
+};
+
+struct Mask {
+  const u8* seen;
+  i64 batch, token;
+  const int* q_offsets;
+  const int* kv_offsets;
+};
+
+__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Where the keys of block number `block` of a head come from. In a packed call `batch` is 0 and
+// `group` the member.
+struct Keys {
+  int batch, group, start, first, length;
+
+  __device__ __forceinline__ Keys(const Mask& mask, const Sizes& n, int item, int block) {
+    if constexpr (PACKED) {
+      batch = 0;
+      group = member_of(mask.kv_offsets, n.members, block, ROWS);
+      const Span span = span_of(mask.kv_offsets, group, n.kv_len);
+      start = span.start;
+      length = span.length;
+      first = (block - first_block(mask.kv_offsets, group, ROWS)) * ROWS;
+    } else {
+      batch = group = item;
+      start = 0;
+      length = n.kv_len;
+      first = block * ROWS;
+    }
+  }
+
+  __device__ __forceinline__ bool has(const Mask& mask, int row) const {
+    const int key = first + row;
+    if (key < 0 || key >= length) return false;
+    if constexpr (SEEN) return mask.seen[batch * mask.batch + (i64)key * mask.token] != 0;
+    return true;
+  }
+
+  __device__ __forceinline__ i64 token(int row) const { return (i64)start + first + row; }
+};
+
+// ---- statistics
+
+// One chunk of one head: partial sums of K [DP] and the number of keys, or largest |V| [D8].
+template <int TYPE, int LANES, int CHANNELS, bool SUM>
+__device__ void reduce_chunk(const void* data, const Strides& s, const Mask& mask, const Sizes& n,
+                             int group, int head, int chunk, float* out, float* count_out,
+                             int* last_out, u32* key_bits) {
+  constexpr int STEP = THREADS / LANES;
+  __shared__ float partial[WARPS][LANES * 8];
+  __shared__ int counted, last;
+  const int lane = threadIdx.x % LANES, row = threadIdx.x / LANES;
+  Span span = {0, n.kv_len};
+  if constexpr (PACKED) span = span_of(mask.kv_offsets, group, n.kv_len);
+  const int per = PACKED ? ceil_div(ceil_div(span.length, ROWS), n.chunks) : n.per_chunk;
+  const int begin = chunk * per * ROWS;
+  const int end = min(begin + per * ROWS, span.length);
+  const int batch = PACKED ? 0 : group;
+  const void* base = head_at<TYPE>(data, s, batch, head);
+  const u64 policy = evict_normal();
+  float total[8] = {};
+  int count = 0, latest = 0;
+  if (SEEN && SUM && threadIdx.x == 0) counted = last = 0;
+  for (int first = begin + row; first < end; first += UNROLL * STEP) {
+    Eight<TYPE> x[UNROLL];
+#pragma unroll
+    for (int i = 0; i < UNROLL; i++) {
+      const int key = first + i * STEP;
+      bool valid = key < end;
+      if constexpr (SEEN) {
+        valid = valid && mask.seen[batch * mask.batch + (i64)key * mask.token] != 0;
+        if (valid) {
+          count++;
+          latest = key + 1;
+        }
+      }
+      if (valid)
+        load_eight<TYPE>(x[i], token_at<TYPE>(base, s, (i64)span.start + key), s.channel, lane * 8,
+                         CHANNELS, policy);
+      else
+        x[i].clear();
+    }
+#pragma unroll
+    for (int i = 0; i < UNROLL; i++)
+#pragma unroll
+      for (int c = 0; c < 8; c++) {
+        if constexpr (SUM)
+          total[c] += x[i][c];
+        else
+          total[c] = larger(total[c], x[i][c]);
+      }
+  }
+  // Fixed order: sums repeat from run to run.
+#pragma unroll
+  for (int step = LANES; step < 32; step *= 2)
+#pragma unroll
+    for (int c = 0; c < 8; c++) {
+      const float other = __shfl_xor_sync(0xFFFFFFFF, total[c], step);
+      total[c] = SUM ? total[c] + other : larger(total[c], other);
+    }
+  if (threadIdx.x % 32 < LANES)
+#pragma unroll
+    for (int c = 0; c < 8; c++) partial[threadIdx.x / 32][lane * 8 + c] = total[c];
+  __syncthreads();
+  if constexpr (SEEN && SUM) {
+    if (lane == 0 && count) {
+      atomicAdd(&counted, count);
+      atomicMax(&last, latest);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      *count_out = counted;
+      if (head == 0) *last_out = last;
+    }
+    // One head writes the bits of its chunk of keys; a chunk is a multiple of a warp's 32 keys.
+    if (head == 0) {
+      const int stop = min(begin + per * ROWS, n.kv_pad);
+      for (int key = begin + threadIdx.x; key < stop; key += THREADS) {
+        const bool seen =
+            key < n.kv_len && mask.seen[batch * mask.batch + (i64)key * mask.token] != 0;
+        const u32 word = __ballot_sync(0xFFFFFFFF, seen);
+        if (threadIdx.x % 32 == 0) key_bits[((i64)batch * n.kv_pad + key) / 32] = word;
+      }
+    }
+  }
+  constexpr int WIDTH = SUM ? DP : D8;
+  for (int c = threadIdx.x; c < WIDTH; c += THREADS) {
+    float value = partial[0][c];
+    for (int w = 1; w < WARPS; w++)
+      value = SUM ? value + partial[w][c] : larger(value, partial[w][c]);
+    out[c] = value;
+  }
+}
+
+// ---- codes of Q
+
+// The mean of K over what the chunks counted, [DP], into shared memory.
+__device__ __forceinline__ void mean_of(const float* k_sum, const float* k_count, int chunks,
+                                        i64 group_head, int length, float* mean) {
+  if (threadIdx.x < DP) {
+    float sum = 0.f, count = 0.f;
+    const float* at = k_sum + group_head * chunks * DP + threadIdx.x;
+#pragma unroll 4
+    for (int chunk = 0; chunk < chunks; chunk++) {
+      sum += at[chunk * DP];
+      if constexpr (SEEN) count += k_count[group_head * chunks + chunk];
+    }
+    if constexpr (!SEEN) count = length;
+    mean[threadIdx.x] = __fdiv_rn(sum, fmaxf(count, 1.f));
+  }
+}
+
+struct QOut {
+  signed char* codes;
+  float* scale;
+  float* shift;
+  float factor;
+};
+
+__device__ __forceinline__ void quantise_q(const void* data, const Strides& s, const Mask& mask,
+                                           const Sizes& n, const QOut& out, int index,
+                                           const float* k_sum, const float* k_count) {
+  const int blocks = PACKED ? n.q_len / ROWS + n.members : ceil_div(n.q_len, ROWS);
+  const int block = index % blocks, row_of_heads = index / blocks;
+  const int head = row_of_heads % n.q_heads, batch = row_of_heads / n.q_heads;
+  int group = batch, first = block * ROWS;
+  Span span = {0, n.q_len};
+  if constexpr (PACKED) {
+    group = member_of(mask.q_offsets, n.members, block, ROWS);
+    span = span_of(mask.q_offsets, group, n.q_len);
+    first = max(block - first_block(mask.q_offsets, group, ROWS), 0) * ROWS;
+  }
+  const int lane = threadIdx.x % QK_LANES, row = threadIdx.x / QK_LANES;
+  const void* base = head_at<Q_TYPE>(data, s, batch, head);
+  const u64 policy = evict_first();
+  Eight<Q_TYPE> x[QK_PASSES];
+#pragma unroll
+  for (int p = 0; p < QK_PASSES; p++) {
+    const int token = first + p * QK_ROWS + row;
+    if (token < span.length)
+      load_eight<Q_TYPE>(x[p], token_at<Q_TYPE>(base, s, (i64)span.start + token), s.channel,
+                         lane * 8, HEAD, policy);
+    else
+      x[p].clear();
+  }
+  float mean[8] = {};
+  if constexpr (SHIFT) {
+    __shared__ float means[DP];
+    wait_for_front();
+    const int kv_head = head / (n.q_heads / n.heads);
+    int keys = n.kv_len;
+    if constexpr (PACKED) keys = span_of(mask.kv_offsets, group, n.kv_len).length;
+    mean_of(k_sum, k_count, n.chunks, (i64)group * n.heads + kv_head, keys, means);
+    __syncthreads();
+#pragma unroll
+    for (int c = 0; c < 8; c++)
+      if (lane * 8 + c < DP) mean[c] = means[lane * 8 + c];
+  }
+  float amax = 0.f;
+  if constexpr (Q_BLOCK) {
+    __shared__ float peaks[WARPS];
+#pragma unroll
+    for (int p = 0; p < QK_PASSES; p++)
+#pragma unroll
+      for (int c = 0; c < 8; c++) amax = larger(amax, x[p][c]);
+    amax = largest<32>(amax);
+    if (threadIdx.x % 32 == 0) peaks[threadIdx.x / 32] = amax;
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) amax = larger(amax, peaks[w]);
+  }
+#pragma unroll
+  for (int p = 0; p < QK_PASSES; p++) {
+    const int token = first + p * QK_ROWS + row;
+    const i64 at = (i64)row_of_heads * n.q_len + span.start + token;
+    if constexpr (!Q_BLOCK) {
+      amax = 0.f;
+#pragma unroll
+      for (int c = 0; c < 8; c++) amax = larger(amax, x[p][c]);
+      amax = largest<QK_LANES>(amax);
+    }
+    const Scaling q = scaling(amax, MOST_INT8);
+    // Attention takes maxima of integer products: the sign of the softmax scale goes to the codes.
+    const float inverse = out.factor < 0.f ? -q.inverse : q.inverse;
+    float dot = 0.f;
+    if constexpr (SHIFT) {
+#pragma unroll
+      for (int c = 0; c < 8; c++) dot += x[p][c] * mean[c];
+#pragma unroll
+      for (int step = QK_LANES / 2; step > 0; step /= 2)
+        dot += __shfl_xor_sync(0xFFFFFFFF, dot, step);
+    }
+    if (token < span.length) {
+      if (lane * 8 < DP) {
+        const uint2 codes = {int8x4(x[p][0], x[p][1], x[p][2], x[p][3], inverse),
+                             int8x4(x[p][4], x[p][5], x[p][6], x[p][7], inverse)};
+        store8(out.codes + at * DP + lane * 8, codes, policy);
+      }
+      if (lane == 0) {
+        out.scale[at] = at_most(__fmul_rn(q.scale, fabsf(out.factor)), MOST_Q_SCALE);
+        if constexpr (SHIFT) out.shift[at] = dot * out.factor;
+      }
+    }
+  }
+}
+
+// ---- codes of K and V
+
+struct KOut {
+  signed char* codes;
+  float* scale;
+  float* mean;
+};
+
+__device__ __forceinline__ void quantise_k(const void* data, const Strides& s, const Mask& mask,
+                                           const Sizes& n, const KOut& out, int row_of_heads,
+                                           int block, const float* k_sum, const float* k_count) {
+  __shared__ float means[DP];
+  __shared__ int peaks[ROWS / 64][4];
+  const int head = row_of_heads % n.heads;
+  const Keys keys(mask, n, row_of_heads / n.heads, block);
+  const int lane = threadIdx.x % QK_LANES, row = threadIdx.x / QK_LANES;
+  const void* base = head_at<K_TYPE>(data, s, keys.batch, head);
+  const u64 policy = evict_first();
+  Eight<K_TYPE> x[QK_PASSES];
+  u32 valid = 0;
+#pragma unroll
+  for (int p = 0; p < QK_PASSES; p++) {
+    const int r = p * QK_ROWS + row;
+    if (keys.has(mask, r)) {
+      valid |= 1u << p;
+      load_eight<K_TYPE>(x[p], token_at<K_TYPE>(base, s, keys.token(r)), s.channel, lane * 8, HEAD,
+                         policy);
+    } else {
+      x[p].clear();
+    }
+  }
+  if (threadIdx.x < ROWS / 16) peaks[threadIdx.x / 4][threadIdx.x % 4] = 0;
+  wait_for_front();
+  const i64 group_head = (i64)keys.group * n.heads + head;
+  mean_of(k_sum, k_count, n.chunks, group_head, keys.length, means);
+  __syncthreads();
+  if (keys.first == 0 && threadIdx.x < DP)
+    out.mean[group_head * DP + threadIdx.x] = means[threadIdx.x];
+  float mean[8];
+#pragma unroll
+  for (int c = 0; c < 8; c++) mean[c] = lane * 8 + c < DP ? means[lane * 8 + c] : 0.f;
+  // A thread's rows are a multiple of 8 apart: they fall into one group of each 64 keys.
+  const int thread_group = row % 8 / 2;
+  constexpr int HALVES = QK_ROWS > 64 ? 1 : 2;
+  float amax[QK_PASSES], half[HALVES] = {};
+#pragma unroll
+  for (int p = 0; p < QK_PASSES; p++) {
+    amax[p] = 0.f;
+    if (valid >> p & 1) {
+#pragma unroll
+      for (int c = 0; c < 8; c++) amax[p] = larger(amax[p], x[p][c] - mean[c]);
+    }
+    if constexpr (K_GROUPS == 0) {
+      amax[p] = largest<QK_LANES>(amax[p]);
+    } else {
+      const int h = p * QK_ROWS / 64;
+      half[h] = larger(half[h], amax[p]);
+    }
+  }
+  const i64 first_row = (i64)row_of_heads * n.kv_pad + block * ROWS;
+  if constexpr (K_GROUPS != 0) {
+#pragma unroll
+    for (int h = 0; h < HALVES; h++) {
+      half[h] = largest<QK_LANES>(half[h]);
+      const int of = QK_ROWS > 64 ? row / 64 : h;
+      if (lane == 0) atomicMax(&peaks[of][thread_group], __float_as_int(half[h]));
+    }
+    __syncthreads();
+    const auto peak = [&](int of, int group) {
+      if constexpr (K_GROUPS == 4) return __int_as_float(peaks[of][group]);
+      int all = 0;
+#pragma unroll
+      for (int i = 0; i < ROWS / 16; i++)
+        if (K_BLOCK == 128 || i / 4 == of) all = max(all, peaks[i / 4][i % 4]);
+      return __int_as_float(all);
+    };
+    if (threadIdx.x < ROWS / 16) {
+      const float scale = scaling(peak(threadIdx.x / 4, threadIdx.x % 4), MOST_INT8).scale;
+      out.scale[first_row / 16 + threadIdx.x] = at_most(scale, MOST_K_SCALE);
+    }
+#pragma unroll
+    for (int p = 0; p < QK_PASSES; p++)
+      amax[p] = peak(QK_ROWS > 64 ? row / 64 : p * QK_ROWS / 64, thread_group);
+  }
+#pragma unroll
+  for (int p = 0; p < QK_PASSES; p++) {
+    const Scaling k = scaling(amax[p], MOST_INT8);
+    const int r = p * QK_ROWS + row;
+    if (K_GROUPS == 0 && lane == 0) out.scale[first_row + r] = at_most(k.scale, MOST_K_SCALE);
+    uint2 codes = {0, 0};
+    if (valid >> p & 1) {
+      codes.x = int8x4(x[p][0] - mean[0], x[p][1] - mean[1], x[p][2] - mean[2], x[p][3] - mean[3],
+                       k.inverse);
+      codes.y = int8x4(x[p][4] - mean[4], x[p][5] - mean[5], x[p][6] - mean[6], x[p][7] - mean[7],
+                       k.inverse);
+    }
+    if (lane * 8 < DP) *(uint2*)(out.codes + (first_row + r) * DP + lane * 8) = codes;
+  }
+}
+
+struct VOut {
+  void* codes;
+  float* scale;
+  float range;
+};
+
+// [ROWS, V_HEAD] to [D8, ROWS] in E4M3, keys in the order of the operand P; or to FP16 in place.
+__device__ __forceinline__ void quantise_v(const void* data, const Strides& s, const Mask& mask,
+                                           const Sizes& n, const VOut& out, int row_of_heads,
+                                           int block, const float* v_peak) {
+  constexpr int WORDS = ROWS / 4;
+  constexpr int PASSES = V_ROWS > WORDS ? 1 : WORDS / V_ROWS;
+  __shared__ float inverses[V_LANES * 8];
+  const int head = row_of_heads % n.heads;
+  const Keys keys(mask, n, row_of_heads / n.heads, block);
+  const int lane = threadIdx.x % V_LANES, row = threadIdx.x / V_LANES;
+  const void* base = head_at<V_TYPE>(data, s, keys.batch, head);
+  const u64 policy = evict_first();
+  Eight<V_TYPE> x[PASSES][4];
+#pragma unroll
+  for (int p = 0; p < PASSES; p++)
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      // Word w of 128 keys holds keys 2t, 2t + 1, 2t + 8, 2t + 9 of its 16, t = w mod 4.
+      const int w = p * V_ROWS + row;
+      const int r = FP16_PV ? 4 * w + j : w / 4 * 16 + w % 4 * 2 + (j & 1) + 8 * (j >> 1);
+      if (w < WORDS && keys.has(mask, r))
+        load_eight<V_TYPE>(x[p][j], token_at<V_TYPE>(base, s, keys.token(r)), s.channel, lane * 8,
+                           V_HEAD, policy);
+      else
+        x[p][j].clear();
+    }
+  wait_for_front();
+  const i64 group_head = (i64)keys.group * n.heads + head;
+  if (threadIdx.x < V_LANES * 8) {
+    float amax = 0.f;
+    const float* at = v_peak + group_head * n.chunks * D8 + threadIdx.x;
+    if (threadIdx.x < D8) {
+#pragma unroll 4
+      for (int chunk = 0; chunk < n.chunks; chunk++) amax = larger(amax, at[chunk * D8]);
+    }
+    const Scaling v = FP16_PV ? power_scaling(amax, out.range) : scaling(amax, out.range);
+    inverses[threadIdx.x] = v.inverse;
+    if (keys.first == 0 && threadIdx.x < D8)
+      out.scale[group_head * D8 + threadIdx.x] = threadIdx.x < V_HEAD ? v.scale : 0.f;
+  }
+  __syncthreads();
+  float inverse[8];
+#pragma unroll
+  for (int c = 0; c < 8; c++) inverse[c] = inverses[lane * 8 + c];
+  if constexpr (FP16_PV) {
+    const i64 first_row = (i64)row_of_heads * n.kv_pad + block * ROWS;
+#pragma unroll
+    for (int p = 0; p < PASSES; p++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const int w = p * V_ROWS + row;
+        const Eight<V_TYPE>& y = x[p][j];
+        const auto two = [&](int c) {
+          return fp16x2(__fmul_rn(y[c], inverse[c]), __fmul_rn(y[c + 1], inverse[c + 1]));
+        };
+        if (w < WORDS && lane * 8 < D8)
+          *(uint4*)((unsigned short*)out.codes + (first_row + 4 * w + j) * D8 + lane * 8) =
+              make_uint4(two(0), two(2), two(4), two(6));
+      }
+  } else {
+    // Exclusive or spreads the words of a warp over all banks, both when written and when read.
+    constexpr int SPREAD = 32 / V_LANES;
+    __shared__ uint4 tile[V_LANES * 8][WORDS / 4];
+    u32* words = (u32*)tile;
+#pragma unroll
+    for (int p = 0; p < PASSES; p++) {
+      const int w = p * V_ROWS + row;
+      if (w < WORDS)
+#pragma unroll
+        for (int c = 0; c < 8; c++)
+          words[(lane * 8 + c) * WORDS + (w ^ (lane * SPREAD))] =
+              e4m3x4(__fmul_rn(x[p][0][c], inverse[c]), __fmul_rn(x[p][1][c], inverse[c]),
+                     __fmul_rn(x[p][2][c], inverse[c]), __fmul_rn(x[p][3][c], inverse[c]));
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < D8 * (WORDS / 4); i += THREADS) {
+      const int channel = i / (WORDS / 4), quad = i % (WORDS / 4);
+      const int spread = channel / 8 * SPREAD;
+      uint4 four = tile[channel][quad ^ (spread / 4)];
+      if (spread & 1) four = make_uint4(four.y, four.x, four.w, four.z);
+      if (spread & 2) four = make_uint4(four.z, four.w, four.x, four.y);
+      *(uint4*)((u8*)out.codes + ((i64)row_of_heads * D8 + channel) * n.kv_pad + block * ROWS +
+                quad * 16) = four;
+    }
+  }
+}
+
+// ---- the two kernels
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+    statistics(const void* q, const void* k, const void* v, const Strides q_strides,
+               const Strides k_strides, const Strides v_strides, const Mask mask, const Sizes n,
+               const QOut q_out, float* k_sum, float* k_count, int* last_seen, float* v_peak,
+               u32* key_bits, int* counters, int groups) {
+  let_next_begin();
+  if (blockIdx.x == 0 && threadIdx.x < 4) counters[threadIdx.x] = 0;
+  const int parts = groups * n.heads * n.chunks;
+  int index = blockIdx.x;
+  if (index < 2 * parts) {
+    const int part = index / 2, chunk = part % n.chunks, row = part / n.chunks;
+    const int head = row % n.heads, group = row / n.heads;
+    if (index % 2)
+      reduce_chunk<V_TYPE, V_LANES, V_HEAD, false>(v, v_strides, mask, n, group, head, chunk,
+                                                   v_peak + (i64)part * D8, nullptr, nullptr,
+                                                   nullptr);
+    else
+      reduce_chunk<K_TYPE, QK_LANES, HEAD, true>(
+          k, k_strides, mask, n, group, head, chunk, k_sum + (i64)part * DP, k_count + part,
+          last_seen + group * n.chunks + chunk, key_bits);
+  } else if constexpr (!SHIFT) {
+    quantise_q(q, q_strides, mask, n, q_out, index - 2 * parts, nullptr, nullptr);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+    quantise(const void* q, const void* k, const void* v, const Strides q_strides,
+             const Strides k_strides, const Strides v_strides, const Mask mask, const Sizes n,
+             const QOut q_out, const KOut k_out, const VOut v_out, const float* k_sum,
+             const float* k_count, const int* last_seen, const float* v_peak, int* seen_len,
+             int batch) {
+  let_next_begin();
+  // Units of one block of K or V. What `statistics` read last comes first: the L2 still has it.
+  const int blocks = n.kv_pad / ROWS, rows = batch * n.heads;
+  const int parts = rows * n.chunks;
+  const int units = PACKED ? rows * blocks : parts * n.per_chunk;
+  if (blockIdx.x < 2 * units) {
+    const int unit = blockIdx.x / 2;
+    int row_of_heads, block;
+    if constexpr (PACKED) {
+      row_of_heads = unit / blocks;
+      block = unit % blocks;
+    } else {
+      const int part = unit % parts;
+      row_of_heads = part / n.chunks;
+      block = part % n.chunks * n.per_chunk + n.per_chunk - 1 - unit / parts;
+      if (block >= blocks) return;
+    }
+    if (blockIdx.x % 2) {
+      quantise_v(v, v_strides, mask, n, v_out, row_of_heads, block, v_peak);
+    } else {
+      quantise_k(k, k_strides, mask, n, k_out, row_of_heads, block, k_sum, k_count);
+      if constexpr (SEEN) {
+        if (block == 0 && row_of_heads % n.heads == 0 && threadIdx.x == 0) {
+          const int item = row_of_heads / n.heads;
+          int length = 0;
+          for (int chunk = 0; chunk < n.chunks; chunk++)
+            length = max(length, last_seen[item * n.chunks + chunk]);
+          seen_len[item] = length;
+        }
+      }
+    }
+  } else if constexpr (SHIFT) {
+    quantise_q(q, q_strides, mask, n, q_out, blockIdx.x - 2 * units, k_sum, k_count);
+  }
+}

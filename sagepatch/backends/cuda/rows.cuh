@@ -1,0 +1,152 @@
+// Tokens in memory: eight elements a thread from tensors of any strides, and members of packed
+// calls. Expects the macro VECTORS (1: channels are contiguous and every row starts 16-byte aligned).
+
+typedef unsigned char u8;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+constexpr int FP16 = 0, BF16 = 1, FP32 = 2;
+
+constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
+constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }
+
+struct Strides {
+  i64 batch, head, token, channel;
+};
+
+// Eight neighbouring channels of a token, as they lie in memory.
+template <int TYPE>
+struct Eight {
+  u32 word[TYPE == FP32 ? 8 : 4];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (u32& w : word) w = 0;
+  }
+
+  __device__ __forceinline__ float operator[](int i) const {
+    if constexpr (TYPE == FP32) {
+      return __uint_as_float(word[i]);
+    } else if constexpr (TYPE == BF16) {
+      return __uint_as_float(i % 2 ? word[i / 2] & 0xFFFF0000u : word[i / 2] << 16);
+    } else {
+      float out;
+      asm("{.reg .b16 low, high;\n\tmov.b32 {low, high}, %1;\n\tcvt.f32.f16 %0, low;}"
+          : "=f"(out)
+          : "r"(i % 2 ? word[i / 2] >> 16 : word[i / 2]));
+      return out;
+    }
+  }
+};
+
+// What is read or written once should leave the L2 first.
+__device__ __forceinline__ u64 evict_first() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ u64 evict_normal() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ void load16(u32* to, const void* from, u64 policy) {
+  asm("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
+      : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+      : "l"(from), "l"(policy));
+}
+
+__device__ __forceinline__ void store8(void* to, uint2 value, u64 policy) {
+  asm volatile("st.global.L2::cache_hint.v2.b32 [%0], {%1, %2}, %3;" ::"l"(to), "r"(value.x),
+               "r"(value.y), "l"(policy)
+               : "memory");
+}
+
+// Channels first..first + 7 of the token at `row`, those from `channels` on zero.
+template <int TYPE>
+__device__ __forceinline__ void load_eight(Eight<TYPE>& x, const void* row, i64 stride, int first,
+                                           int channels, u64 policy) {
+  constexpr int SIZE = TYPE == FP32 ? 4 : 2;
+  if constexpr (VECTORS) {
+    if (first < channels) {
+      const char* at = static_cast<const char*>(row) + first * SIZE;
+      load16(x.word, at, policy);
+      if constexpr (TYPE == FP32) load16(x.word + 4, at + 16, policy);
+    } else {
+      x.clear();
+    }
+  } else {
+    x.clear();
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      if (first + i < channels) {
+        if constexpr (TYPE == FP32) {
+          x.word[i] = static_cast<const u32*>(row)[(first + i) * stride];
+        } else {
+          const u32 half = static_cast<const unsigned short*>(row)[(first + i) * stride];
+          x.word[i / 2] |= half << (i % 2 * 16);
+        }
+      }
+    }
+  }
+}
+
+template <int TYPE>
+__device__ __forceinline__ const void* head_at(const void* data, const Strides& s, i64 batch,
+                                               i64 head) {
+  return static_cast<const char*>(data) + (batch * s.batch + head * s.head) * (TYPE == FP32 ? 4 : 2);
+}
+
+template <int TYPE>
+__device__ __forceinline__ const void* token_at(const void* head, const Strides& s, i64 token) {
+  return static_cast<const char*>(head) + token * s.token * (TYPE == FP32 ? 4 : 2);
+}
+
+// ---- packed calls
+
+// First token and length of a member; offsets out of range are cut to the tensor.
+struct Span {
+  int start, length;
+};
+
+__device__ __forceinline__ Span span_of(const int* offsets, int member, int total) {
+  const int start = min(max(offsets[member], 0), total);
+  const int stop = min(max(offsets[member + 1], start), total);
+  return {start, stop - start};
+}
+
+// Member i owns the blocks from offsets[i] / unit + i on: enough for its tokens, whatever its
+// length, and known without a sum over the members before it.
+__device__ __forceinline__ int first_block(const int* offsets, int member, int unit) {
+  return max(offsets[member], 0) / unit + member;
+}
+
+// The member that owns block number `block` of `unit` tokens.
+__device__ __forceinline__ int member_of(const int* offsets, int members, int block, int unit) {
+  int low = 0, high = members - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (first_block(offsets, middle, unit) <= block)
+      low = middle;
+    else
+      high = middle - 1;
+  }
+  return low;
+}
+
+// ---- launches that overlap: the kernel in front may still run until `wait_for_front` returns.
+
+__device__ __forceinline__ void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_front() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
