@@ -10,7 +10,7 @@ import torch
 import typer
 from typer.exceptions import Abort, TyperException
 
-from sagepatch.cli import bench, calibrate, explain, info, inspect, report, run
+from sagepatch.cli import bench, build, calibrate, explain, info, inspect, report, run
 from sagepatch.cli.console import LOG_VARIABLE, say, set_up_logging
 from sagepatch.errors import SagepatchError
 
@@ -29,6 +29,7 @@ COMMANDS = (
     report.report,
     explain.explain,
     bench.bench,
+    build.build,
     info.info,
 )
 for command in COMMANDS:

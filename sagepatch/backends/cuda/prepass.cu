@@ -33,7 +33,7 @@ constexpr bool WIDE = Q_TYPE == FP32 || K_TYPE == FP32 || V_TYPE == FP32;
 #define UNROLL (WIDE ? 4 : 8)
 #endif
 #ifndef RESIDENT_THREADS
-#define RESIDENT_THREADS (WIDE ? 512 : 768)
+#define RESIDENT_THREADS (WIDE || !VECTORS ? 512 : 768)
 #endif
 constexpr int RESIDENT = RESIDENT_THREADS / THREADS;
 constexpr bool SEEN = MASK == 1, PACKED = MASK == 2;
@@ -180,9 +180,10 @@ __device__ void reduce_chunk(const void* data, const Strides& s, const Mask& mas
 
 // ---- codes of Q
 
-// The mean of K over what the chunks counted, [DP], into shared memory.
+// The mean of K over what the chunks counted, into shared memory; zero from DP on.
 __device__ __forceinline__ void mean_of(const float* k_sum, const float* k_count, int chunks,
                                         i64 group_head, int length, float* mean) {
+  if (threadIdx.x < QK_LANES * 8) mean[threadIdx.x] = 0.f;
   if (threadIdx.x < DP) {
     float sum = 0.f, count = 0.f;
     const float* at = k_sum + group_head * chunks * DP + threadIdx.x;
@@ -231,7 +232,7 @@ __device__ __forceinline__ void quantise_q(const void* data, const Strides& s, c
   }
   float mean[8] = {};
   if constexpr (SHIFT) {
-    __shared__ float means[DP];
+    __shared__ float means[QK_LANES * 8];
     wait_for_front();
     const int kv_head = head / (n.q_heads / n.heads);
     int keys = n.kv_len;
@@ -239,8 +240,7 @@ __device__ __forceinline__ void quantise_q(const void* data, const Strides& s, c
     mean_of(k_sum, k_count, n.chunks, (i64)group * n.heads + kv_head, keys, means);
     __syncthreads();
 #pragma unroll
-    for (int c = 0; c < 8; c++)
-      if (lane * 8 + c < DP) mean[c] = means[lane * 8 + c];
+    for (int c = 0; c < 8; c++) mean[c] = means[lane * 8 + c];
   }
   float amax = 0.f;
   if constexpr (Q_BLOCK) {
@@ -301,7 +301,7 @@ struct KOut {
 __device__ __forceinline__ void quantise_k(const void* data, const Strides& s, const Mask& mask,
                                            const Sizes& n, const KOut& out, int row_of_heads,
                                            int block, const float* k_sum, const float* k_count) {
-  __shared__ float means[DP];
+  __shared__ float means[QK_LANES * 8];
   __shared__ int peaks[ROWS / 64][4];
   const int head = row_of_heads % n.heads;
   const Keys keys(mask, n, row_of_heads / n.heads, block);
@@ -330,7 +330,7 @@ __device__ __forceinline__ void quantise_k(const void* data, const Strides& s, c
     out.mean[group_head * DP + threadIdx.x] = means[threadIdx.x];
   float mean[8];
 #pragma unroll
-  for (int c = 0; c < 8; c++) mean[c] = lane * 8 + c < DP ? means[lane * 8 + c] : 0.f;
+  for (int c = 0; c < 8; c++) mean[c] = means[lane * 8 + c];
   // A thread's rows are a multiple of 8 apart: they fall into one group of each 64 keys.
   const int thread_group = row % 8 / 2;
   constexpr int HALVES = QK_ROWS > 64 ? 1 : 2;

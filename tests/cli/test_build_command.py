@@ -1,0 +1,82 @@
+"""`sagepatch build`: kernels compiled ahead, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli.conftest import Sage
+
+pytest.importorskip("cuda.bindings.nvrtc")
+
+from sagepatch.backends.cuda.build import Program, nvrtc_version
+from sagepatch.cli import build
+from sagepatch.env import Gpu, Machine
+
+if nvrtc_version() is None:
+    pytest.skip("no NVRTC here", allow_module_level=True)
+
+SMALL = Program(
+    "prepass.cu",
+    (
+        *(("Q_TYPE", 1), ("K_TYPE", 1), ("V_TYPE", 1), ("HEAD", 64), ("V_HEAD", 64)),
+        *(("VECTORS", 1), ("Q_BLOCK", 0), ("K_GROUPS", 4), ("K_BLOCK", 64), ("FP16_PV", 0)),
+        *(("MASK", 0), ("SHIFT", 0)),
+    ),
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(build, "instances", lambda target: (SMALL,) if target == "sm_90a" else ())
+    monkeypatch.setenv("SAGEPATCH_CACHE_DIR", str(tmp_path / "kept"))
+
+
+def test_every_kernel_is_reported_as_its_machine_code_says(sage: Sage, tmp_path: Path) -> None:
+    ended = sage("build", "--all-archs", "--json")
+    assert ended.code == 0, ended.err
+    told = json.loads(ended.out)
+    assert told["directory"] == str(tmp_path / "kept/kernels")
+    assert [row["kernel"] for row in told["kernels"]] == ["quantise", "statistics"]
+    for row in told["kernels"]:
+        assert row["arch"] == "sm_90a"
+        assert 16 <= row["registers"] <= 255
+        assert row["spill_bytes"] == 0
+        assert 0 < row["shared_bytes"] < 48 << 10
+        assert row["options"]["HEAD"] == 64
+    assert len(list((tmp_path / "kept/kernels").glob("*.cubin"))) == 1
+
+
+def test_people_get_a_table(sage: Sage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAGEPATCH_CACHE_DIR", "")
+    ended = sage("build", "--all-archs")
+    assert ended.code == 0, ended.err
+    assert "statistics" in ended.out
+    assert "Nothing is kept" in ended.out
+
+
+@pytest.mark.parametrize("gpus", [(), (Gpu("RTX 3090", 86, 1 << 34),)], ids=len)
+def test_other_machines_are_told_what_to_do(
+    sage: Sage, monkeypatch: pytest.MonkeyPatch, gpus: tuple[Gpu, ...]
+) -> None:
+    machine = Machine("Linux", "3.12", {}, None, gpus, ())
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls: machine))
+    ended = sage("build")
+    assert ended.code == 3
+    assert "are for sm_90a" in ended.err
+    assert "--all-archs" in ended.err
+
+
+def test_a_missing_compiler_is_one_sentence(sage: Sage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "missing_compiler", lambda target: "NVRTC is not here")
+    ended = sage("build", "--all-archs")
+    assert ended.code == 3
+    assert ended.err.strip().endswith("NVRTC is not here")
+
+
+def test_the_gpu_here_decides_without_all_archs(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = (Gpu("H200", 90, 1 << 37), Gpu("H200", 90, 1 << 37), Gpu("L4", 89, 1 << 34))
+    machine = Machine("Linux", "3.12", {}, None, gpus, ())
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls: machine))
+    assert build.targets(all_archs=False) == ["sm_90a"]
