@@ -1,0 +1,101 @@
+// Which rows and keys a block of queries has: order of blocks, causal and window bounds, members of
+// packed calls. Needs the macros of attention.cu; knows no scores.
+
+constexpr int BLOCK_M = 64 * WARPGROUPS;
+// A key mask without positions: tiles come from a list, which leaves out those that nobody sees.
+constexpr bool TILE_LIST = KEY_MASK && !CAUSAL;
+
+struct Sizes {
+  int heads, q_heads, group;  // batch * query heads; query heads; of them a key head
+  int q_len, kv_len;          // totals in a packed call
+  int m_blocks, blocks;       // of a head; of all heads
+  int section;                // causal: heads that run together
+  int causal_offset, window, members;
+};
+
+struct Work {
+  int head, kv_head;    // batch * heads + head, the third axis of the tensor maps
+  int q_row, q_rows;    // first query row in its tensor, and how many rows there are
+  int kv_row, kv_len;   // first key row in its tensor, and how many keys there are
+  int batch, member;    // out and scales
+  int first;            // first query row inside the member
+  int bottom, count;    // tiles bottom, bottom + 1, .. (or of the list), `count` of them
+  int low, whole;       // those from `low` to `whole` hide nothing
+};
+
+// Floor and ceiling of a / BLOCK_N for a >= 0, 0 below.
+static __device__ __forceinline__ int tiles_below(int a) { return a <= 0 ? 0 : a / BLOCK_N; }
+static __device__ __forceinline__ int tiles_over(int a) {
+  return a <= 0 ? 0 : (a + BLOCK_N - 1) / BLOCK_N;
+}
+
+static __device__ __forceinline__ Work work_of(int t, const Sizes& s, const int* cu_q,
+                                               const int* cu_kv, const int* tile_counts) {
+  Work w;
+  int m_block;
+  if constexpr (CAUSAL) {
+    // Long rows first; heads in sections whose keys and values stay in the L2 cache.
+    int per_section = s.section * s.m_blocks;
+    int section = t / per_section;
+    int rest = t - section * per_section;
+    int first_head = section * s.section;
+    int heads = min(s.section, s.heads - first_head);
+    m_block = s.m_blocks - 1 - rest / heads;
+    w.head = first_head + rest % heads;
+  } else {
+    w.head = t / s.m_blocks;
+    m_block = t - w.head * s.m_blocks;
+  }
+  w.batch = w.head / s.q_heads;
+  int q_head = w.head - w.batch * s.q_heads;
+  w.kv_head = w.batch * (s.q_heads / s.group) + q_head / s.group;
+  int q_len = s.q_len;
+  w.kv_len = s.kv_len;
+  w.kv_row = 0;
+  w.member = w.batch;
+  int q_start = 0;
+  if constexpr (PACKED) {
+    // Member i has the blocks from cu_q[i] / BLOCK_M + i on; the last of them may be empty.
+    int low = 0, high = s.members - 1;
+    while (low < high) {
+      int middle = (low + high + 1) >> 1;
+      if (cu_q[middle] / BLOCK_M + middle <= m_block) low = middle;
+      else high = middle - 1;
+    }
+    q_start = cu_q[low];
+    q_len = cu_q[low + 1] - q_start;
+    m_block -= q_start / BLOCK_M + low;
+    w.member = low;
+    w.kv_row = (cu_kv[low] / 128 + low) * 128;
+    w.kv_len = cu_kv[low + 1] - cu_kv[low];
+  }
+  w.first = m_block * BLOCK_M;
+  w.q_row = q_start + w.first;
+  w.q_rows = max(0, min(BLOCK_M, q_len - w.first));
+  int last = w.first + w.q_rows - 1;
+  int top = tiles_over(w.kv_len);
+  int whole_below = w.kv_len / BLOCK_N;  // tiles under this one end before the keys do
+  w.bottom = w.low = 0;
+  if constexpr (CAUSAL) {
+    top = min(top, tiles_over(last + s.causal_offset + 1));
+    whole_below = min(whole_below, tiles_below(w.first + s.causal_offset + 1));
+  }
+  if constexpr (WINDOW) w.bottom = tiles_below(w.first + s.causal_offset - s.window + 1);
+  w.count = w.q_rows == 0 ? 0 : max(0, top - w.bottom);
+  if constexpr (WINDOW)
+    w.low = max(0, min(w.count, tiles_over(last + s.causal_offset - s.window + 1) - w.bottom));
+  w.whole = max(w.low, min(w.count, whole_below - w.bottom));
+  if constexpr (TILE_LIST) {
+    w.whole = tile_counts[w.batch * 2];
+    w.count = w.whole + tile_counts[w.batch * 2 + 1];
+  } else if constexpr (KEY_MASK) {
+    w.low = w.whole = 0;
+  }
+  return w;
+}
+
+// The i-th tile; a list has whole ones in front, and partial ones at its end, backwards.
+static __device__ __forceinline__ int tile_at(const Work& w, int i, const int* list, int tiles) {
+  if constexpr (!TILE_LIST) return w.bottom + i;
+  return __ldg(list + w.batch * tiles + (i < w.whole ? i : tiles - 1 - (i - w.whole)));
+}

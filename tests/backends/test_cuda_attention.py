@@ -1,0 +1,312 @@
+"""The Hopper kernel against its emulator and against the same loop of tiles in torch: shapes,
+masks, layouts and edges of a call. All of it needs an sm_90 GPU; test_cuda_sass.py does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("cuda.bindings.nvrtc")
+
+from sagepatch.backends.cuda import attention
+from sagepatch.numerics import quantize
+from sagepatch.numerics.attention import emulate
+from sagepatch.numerics.exact import exact, members
+from sagepatch.numerics.masks import merged_mask
+from sagepatch.numerics.metrics import compare
+from sagepatch.numerics.prepass import prepare
+from sagepatch.numerics.recipe import RECIPES, Recipe
+from sagepatch.spec import Call
+
+ON_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+pytestmark = pytest.mark.skipif(not ON_GPU, reason="needs a Hopper GPU")
+DEVICE = torch.device("cuda", 0)
+
+SERVED = [
+    RECIPES[name]
+    for name in (
+        *("sage2_8", "sage2_8b", "sage2pp_8", "sage2pp_8_d1", "sage2pp_8_d4", "sage2pp_8_d6"),
+        *("sage1_b", "sage1_b_f32"),
+    )
+]
+every_recipe = pytest.mark.parametrize("recipe", SERVED, ids=lambda r: r.name)
+dims = pytest.mark.parametrize("dim", [64, 128])
+# The kernel's own faults, against the same tiles in the same order: exp2 of the hardware and the
+# polynomial one move a few codes of P to their neighbours.
+REL_L1 = {"e4m3": 0.012, "fp16": 0.002}
+LSE_ABS = 1e-2
+
+
+def make(shape: tuple[int, ...], seed: int = 0, dtype=torch.bfloat16, **options: Any) -> Call:
+    """A call of shape (B, Hq, Hkv, Sq, Skv, D[, Dv]); keys have an offset of each channel."""
+    B, Hq, Hkv, Sq, Skv, D = shape[:6]
+    gen = torch.Generator().manual_seed(seed)
+    q = torch.randn(B, Hq, Sq, D, generator=gen)
+    k = torch.randn(B, Hkv, Skv, D, generator=gen) + 2 * torch.randn(1, Hkv, 1, D, generator=gen)
+    v = torch.randn(B, Hkv, Skv, shape[-1], generator=gen)
+    options.setdefault("scale", D**-0.5)
+    return Call(*(t.to(DEVICE, dtype) for t in (q, k, v)), **options)
+
+
+def by_tiles(call: Call, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """What the kernel computes, from the emulator's codes, in the kernel's tiles and in order of
+    keys: output and log-sum-exp, fp32. `emulate` has the recipe's own tiles, and another running
+    maximum rounds P elsewhere.
+    """
+    tile = attention.pick(recipe, call.q.shape[3], call.v.shape[3])
+    operands = prepare(call, recipe)
+    group = call.q.shape[1] // call.k.shape[1]
+    k = operands.k_codes.repeat_interleave(group, 1).double()
+    s = (operands.q_codes.double() @ k.mT).float() * operands.q_scale_log2
+    s = s * operands.k_scale.repeat_interleave(group, 1)
+    mask = merged_mask(call)
+    if mask is not None:
+        s = s.masked_fill(~mask, -torch.inf)
+    v = operands.v_codes.repeat_interleave(group, 1)
+    m = s.new_full((*s.shape[:3], 1), -torch.inf)
+    total, acc = torch.zeros_like(m), s.new_zeros(*s.shape[:3], v.shape[3])
+    code = torch.float16 if recipe.pv == "fp16" else torch.float8_e4m3fn
+    for first in range(0, s.shape[3], tile.block_n):
+        x = s[..., first : first + tile.block_n]
+        m_new = torch.maximum(m, x.amax(3, keepdim=True))
+        base = m_new.masked_fill(m_new == -torch.inf, 0.0)
+        p, decay = torch.exp2(x - base), torch.exp2(m - base)
+        codes = quantize.round_to(p * recipe.p_range, code)
+        row_sum = codes.sum(3, True) / recipe.p_range if tile.ones else p.sum(3, True)
+        total, acc = total * decay + row_sum, acc * decay
+        for at in range(0, x.shape[3], tile.flush):
+            part = codes[..., at : at + tile.flush]
+            values = v[:, :, first + at : first + at + part.shape[3]]
+            added = part @ values
+            half = recipe.keys_per_flush is not None
+            acc = acc + (quantize.round_to(added, torch.float16) if half else added)
+        m = m_new
+    empty = total == 0
+    out = acc / (recipe.p_range * total.masked_fill(empty, 1.0))
+    out = (out * operands.v_scale.repeat_interleave(group, 1)).masked_fill(empty, 0.0)
+    lse = (m + torch.log2(total) + operands.shift_log2) * 0.6931471805599453
+    return out, lse.squeeze(3)
+
+
+def check(call: Call, recipe: Recipe) -> Tensor:
+    """Run on poisoned memory; hold the result to the same tiles in torch."""
+    poison(call)
+    out, lse = attention.run(replace(call, return_lse=True), recipe)
+    parts = [by_tiles(c, recipe) for c in (members(call) if call.packed else [call])]
+    expected = torch.cat([part[0] for part in parts], 2)
+    expected_lse = torch.cat([part[1] for part in parts], 2)
+    assert out.dtype == call.v.dtype
+    assert out.shape == expected.shape
+    worst = compare(out.float(), expected).worst
+    assert worst.finite
+    assert worst.rel_l1 <= REL_L1[recipe.pv] + torch.finfo(out.dtype).eps, worst
+    assert lse is not None
+    same = (lse == expected_lse) | ((lse - expected_lse).abs() < LSE_ABS)
+    assert bool(same.all()), (lse - expected_lse).abs().max()
+    return out
+
+
+def poison(call: Call) -> None:
+    """Leave NaN in the memory that the allocator hands out next."""
+    size = 8 * (call.q.numel() + call.k.numel() + call.v.numel()) + (1 << 20)
+    torch.full((size // 2,), float("nan"), device=DEVICE, dtype=torch.float16)
+
+
+# case 1, case 2: tails of every size
+LENGTHS = [
+    *((1, 1), (2, 9), (63, 127), (65, 129), (128, 64), (129, 191), (130, 255), (192, 193)),
+    *((1, 503), (333, 700), (1000, 384), (1001, 4111)),
+]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@dims
+@every_recipe
+def test_lengths(recipe, dim, lengths):
+    call = make((2, 4, 2, *lengths, dim))
+    first = check(call, recipe)
+    poison(call)
+    again, _ = attention.run(call, recipe)
+    assert torch.equal(first, again)  # two runs agree to the bit
+
+
+@every_recipe
+def test_the_emulator_itself_is_as_near_as_other_tiles_allow(recipe):
+    call = make((1, 2, 2, 500, 1300, 128))
+    out, _ = attention.run(call, recipe)
+    worst = compare(out.float(), emulate(call, recipe)[0]).worst
+    assert worst.cosine > (0.9999 if recipe.pv == "fp16" else 0.999)
+    assert compare(out.float(), exact(call)[0]).worst.cosine > 0.998
+
+
+# case 5: head sizes that no swizzle fits
+@pytest.mark.parametrize("dim", [8, 36, 40, 72, 80, 96, 100, 112, 160, 192, 256])
+@every_recipe
+def test_head_sizes(recipe, dim):
+    if attention.refusal(recipe, dim, dim) is None:
+        check(make((1, 2, 1, 200, 400, dim)), recipe)
+
+
+# case 12
+@pytest.mark.parametrize("sizes", [(64, 128), (128, 64), (40, 33), (192, 128)], ids=str)
+@every_recipe
+def test_value_size_of_its_own(recipe, sizes):
+    if attention.refusal(recipe, *sizes) is None:
+        check(make((1, 2, 1, 200, 400, *sizes)), recipe)
+
+
+# case 6
+@pytest.mark.parametrize("scale", [1.0, 0.0625, 0.0, -0.1])
+@every_recipe
+def test_scale_is_the_callers(recipe, scale):
+    check(make((1, 2, 2, 66, 300, 64), scale=scale), recipe)
+
+
+# case 11: every kv head holds its own constant
+@pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
+def test_query_heads_share_key_heads_in_blocks(kv_heads):
+    call = make((1, 8, kv_heads, 40, 50, 64))
+    v = torch.arange(1, kv_heads + 1, device=DEVICE, dtype=call.v.dtype)
+    v = v.view(1, -1, 1, 1).expand_as(call.v)
+    out, _ = attention.run(replace(call, v=v), RECIPES["sage2_8"])
+    expected = v.repeat_interleave(8 // kv_heads, 1)[:, :, :1].expand_as(out)
+    torch.testing.assert_close(out.float(), expected.float(), rtol=0.01, atol=0)
+
+
+CAUSAL = [
+    *((300, 300, 0, None), (70, 530, 460, None), (530, 170, -360, None), (20, 20, -30, None)),
+    *((700, 700, 0, 100), (1000, 1000, 0, 257), (513, 900, 200, 1), (1500, 1500, 0, None)),
+]
+
+
+# case 42 for the windows
+@pytest.mark.parametrize("case", CAUSAL, ids=str)
+@dims
+@every_recipe
+def test_causal_offsets_and_windows(recipe, dim, case):
+    Sq, Skv, offset, window = case
+    check(make((1, 2, 1, Sq, Skv, dim), causal_offset=offset, window=window), recipe)
+
+
+@pytest.mark.parametrize("causal_offset", [None, 900])
+@pytest.mark.parametrize("kind", ["prefix", "random", "nothing"])
+@dims
+@every_recipe
+def test_key_masks(recipe, dim, kind, causal_offset):
+    B, Skv = 3, 1500
+    keys = torch.arange(Skv)
+    if kind == "prefix":
+        mask = keys[None] < torch.tensor([Skv, 123, 640])[:, None]
+    elif kind == "random":
+        mask = torch.rand(B, Skv, generator=torch.Generator().manual_seed(1)) < 0.5
+        mask[:, 130:500] = False
+        mask[:, 512:1100] = True
+    else:
+        mask = (keys[None] < 1000).expand(B, Skv).clone()
+        mask[1] = False
+    call = make((B, 2, 1, 300, Skv, dim), causal_offset=causal_offset)
+    hidden = ~mask.to(DEVICE)[:, None, :, None]
+    # Whatever bytes lie there.
+    call = replace(
+        call,
+        attn_mask=mask.to(DEVICE)[:, None, None],
+        k=call.k.masked_fill(hidden, float("nan")),
+        v=call.v.masked_fill(hidden, float("nan")),
+    )
+    out = check(call, recipe)
+    if kind == "nothing":
+        assert not out[1].any()
+
+
+@dims
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@every_recipe
+def test_packed_lengths(recipe, dim, causal):
+    if attention.pick(recipe, dim, dim).block_n > 128:
+        pytest.skip("a tile of 192 keys would reach into the next member")
+    ends_q = torch.tensor([0, 5, 5, 205, 500, 777], dtype=torch.int32, device=DEVICE)
+    ends_kv = torch.tensor([0, 130, 200, 205, 700, 1000], dtype=torch.int32, device=DEVICE)
+    if causal:
+        ends_kv = ends_q
+    total = int(ends_kv[-1])
+    call = make(
+        (1, 4, 2, 777, total, dim),
+        cu_seqlens_q=ends_q,
+        cu_seqlens_kv=ends_kv,
+        causal_offset=0 if causal else None,
+    )
+    check(call, recipe)
+
+
+# case 9, case 10
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(2, 8, 2, 130, 60, 64), (1, 8, 8, 8, 8, 64)], ids=str)
+def test_memory_orders(shape, dtype):
+    call = make(shape, bshd_out=True, dtype=dtype)
+    out = check(call, RECIPES["sage2_8"])
+    assert out.transpose(1, 2).is_contiguous()
+    plain, _ = attention.run(replace(call, bshd_out=False), RECIPES["sage2_8"])
+    assert plain.is_contiguous()
+    assert torch.equal(plain, out)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+@every_recipe
+def test_nan_reaches_the_output(recipe, which):
+    call = make((1, 2, 2, 200, 300, 64))
+    tensor = getattr(call, which)
+    tensor[0, 1, 150, 7] = float("nan")
+    out, _ = attention.run(call, recipe)
+    assert out[0, 1].isnan().any()
+    assert out[0, 0].isfinite().all()
+
+
+def test_nothing_to_see_and_nothing_to_ask():
+    recipe = RECIPES["sage2_8"]
+    out, lse = attention.run(make((1, 2, 2, 5, 0, 64), return_lse=True), recipe)
+    assert not out.any()
+    assert lse is not None
+    assert (lse == -torch.inf).all()
+    out, _ = attention.run(make((1, 2, 2, 0, 5, 64)), recipe)
+    assert out.shape == (1, 2, 0, 64)
+
+
+@pytest.mark.parametrize("name", ["sage2_8", "sage2pp_8_d4"])
+def test_streams_and_graphs(name):
+    recipe = RECIPES[name]
+    call = make((1, 8, 8, 1000, 1000, 128))
+    expected, _ = attention.run(call, recipe)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        beside, _ = attention.run(call, recipe)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert torch.equal(expected, beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured, _ = attention.run(call, recipe)
+    captured.zero_()
+    graph.replay()
+    assert torch.equal(expected, captured)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sage2_8", "sage2pp_8_d6", "sage1_b_f32"])
+def test_very_long_and_past_two_to_the_31st(name):
+    recipe = RECIPES[name]
+    long = make((1, 1, 1, 200, 200_000, 64))
+    out, _ = attention.run(long, recipe)
+    assert compare(out.float(), exact(long)[0]).worst.cosine > 0.998
+    # The last of many heads lies past 2^31 elements of q and out.
+    q = torch.zeros(1, 140_000, 128, 128, dtype=torch.bfloat16, device=DEVICE)
+    small = make((1, 1, 1, 128, 100, 128))
+    q[:, -1] = small.q[0]
+    k, v = (t.expand(1, 1, -1, -1) for t in (small.k, small.v))
+    out, _ = attention.run(replace(small, q=q, k=k, v=v), recipe)
+    alone, _ = attention.run(small, recipe)
+    assert torch.equal(out[:, -1], alone[0, :1])
