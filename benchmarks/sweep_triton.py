@@ -14,6 +14,7 @@ import csv
 import itertools
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import astuple
 from multiprocessing import get_context
 
 import torch
@@ -32,6 +33,23 @@ CASES = ((128, False), (64, False), (128, True), (64, True), (256, False))
 Job = tuple[str, int, bool, Tile]
 
 
+def tiles(dim: int) -> list[Tile]:
+    """Tiles worth a compile for one head size."""
+    found = []
+    for (m, warps), n, stages, tma in itertools.product(
+        ((64, 4), (128, 8)), (32, 64, 128), (2, 3, 4), (False, True)
+    ):
+        if (n == 32 and dim < 256) or (stages == 4 and (m == 128 or dim > 64)):
+            continue
+        if not tma and stages != 3:
+            continue
+        found.append(Tile(m, n, warps, stages, tma))
+        # As many registers as let one more block of 64 queries onto a multiprocessor.
+        if tma and m == 64 and dim <= 128:
+            found.append(Tile(m, n, warps, stages, tma, 168 if dim == 128 else 128))
+    return found
+
+
 def jobs() -> list[Job]:
     """Every combination worth a compile, most interesting cases first."""
     found: list[Job] = []
@@ -39,17 +57,9 @@ def jobs() -> list[Job]:
         if (causal or dim == 256) and name not in ("sage2_8b_k128", "sage1_b"):
             continue
         recipe = RECIPES[name]
-        seen = set()
-        for m, n, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
-            if (m == 64 and warps == 8) or (n == 32 and dim < 256) or (m == 128 and stages == 4):
-                continue
-            tile = fit(Tile(m, n, warps, stages), recipe)
-            if tile.block_n != n or tile in seen:
-                continue
-            if m == 128 and warps == 4 and dim > 64:
-                continue
-            seen.add(tile)
-            found.append((name, dim, causal, tile))
+        for tile in tiles(dim):
+            if fit(tile, recipe) == tile:
+                found.append((name, dim, causal, tile))
     return found
 
 
@@ -109,10 +119,8 @@ def main() -> None:
         )
         flops = 4 * 33 * length * length * dim / (2 if causal else 1)
         tflops = flops / ms / 1e9
-        rows.append(
-            [name, dim, causal, tile.block_m, tile.block_n, tile.warps, tile.stages, ms, tflops]
-        )
-    rows.sort(key=lambda row: (row[0], row[1], row[2], -row[8]))
+        rows.append([name, dim, causal, *astuple(tile), ms, tflops])
+    rows.sort(key=lambda row: (row[0], row[1], row[2], -row[-1]))
     with open(args.out, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(
@@ -124,6 +132,8 @@ def main() -> None:
                 "block_n",
                 "warps",
                 "stages",
+                "tma",
+                "registers",
                 "ms",
                 "tflops",
             ]
@@ -131,7 +141,7 @@ def main() -> None:
         writer.writerows(rows)
     for _, group in itertools.groupby(rows, key=lambda row: row[:3]):
         for row in itertools.islice(group, 3):
-            print(*row[:7], f"{row[7]:.3f} ms {row[8]:.0f} TFLOPS", flush=True)
+            print(*row[:-2], f"{row[-2]:.3f} ms {row[-1]:.0f} TFLOPS", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 triton = pytest.importorskip("triton")
 
 from sagepatch.backends.catalogue import TRITON  # noqa: E402
-from sagepatch.backends.triton.tiles import TABLE, is_tuned, pick, pieces  # noqa: E402
+from sagepatch.backends.triton.tiles import TABLE, is_tuned, one_piece, pick, pieces  # noqa: E402
 from sagepatch.spec import MaskKind  # noqa: E402
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -29,7 +29,9 @@ QUICK = [(90, v, 64) for v in TRITON if v.recipe.name in ("sage2_8b_k128", "sage
 def _attention_fits(arch, variant, dim, **options):
     from triton_compile import SHARED, build_attention
 
-    tile = pick(arch, variant.recipe, dim, bool(options.get("causal")), MaskKind.NONE)
+    mask = (MaskKind.NONE, MaskKind.BOOL, MaskKind.ADDITIVE)[options.get("mask", 0)]
+    whole = one_piece(dim, dim, variant.recipe)
+    tile = pick(arch, variant.recipe, dim, bool(options.get("causal")), mask, whole)
     kernel = build_attention(arch, variant.recipe, tile, dim, **options)
     assert kernel.metadata.shared <= SHARED[arch]
     return kernel.asm["ptx"]

@@ -14,7 +14,6 @@ from triton.compiler import ASTSource
 from sagepatch.backends.triton.exact import exact_where
 from sagepatch.backends.triton.kernel import attention
 from sagepatch.backends.triton.masks import _list_key_tiles, _list_tiles
-from sagepatch.backends.triton.prepass import V_ROWS
 from sagepatch.backends.triton.quantise import quantise as _quantise
 from sagepatch.backends.triton.statistics import stats as _stats
 from sagepatch.backends.triton.tiles import PAD, Tile, pieces, v_pieces
@@ -89,9 +88,21 @@ def build_attention(
         "D": head_dim, "DV": head_dim, "D0": d0, "D1": d1, "DV0": dv0, "DV1": dv1,
         "DP2": triton.next_power_of_2(d0 + d1), "DVP2": triton.next_power_of_2(dv0 + dv1),
         "KV_PAD": PAD, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.stages,
-        "BY_HAND": False,
+        "TMA": tile.tma, "BY_HAND": False,
     }  # fmt: skip
-    return build(attention, types, constants, arch, num_warps=tile.warps, num_stages=tile.stages)
+    if constants["TMA"]:
+        values = [tile.block_n, dv0] if recipe.pv == "fp16" else [dv0, tile.block_n]
+        types["k_i8"] = f"tensordesc<i8[{tile.block_n}, {d0}]>"
+        types["v_codes"] = f"tensordesc<{V_TYPE[recipe.pv][1:]}[{values[0]}, {values[1]}]>"
+    return build(
+        attention,
+        types,
+        constants,
+        arch,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        maxnreg=tile.registers,
+    )
 
 
 def build_prepass(arch: int, recipe: Recipe, head_dim: int, *, packed: bool = False) -> list[Any]:
@@ -116,7 +127,7 @@ def build_prepass(arch: int, recipe: Recipe, head_dim: int, *, packed: bool = Fa
         "Q_BLOCK": recipe.q_granularity == "block",
         "K_GROUPS": {"token": 0, "block": 1, "thread": 4}[recipe.k_granularity],
         "PV": recipe.pv, "V_RANGE": float(recipe.v_range), "Q_ROWS": 128,
-        "K_ROWS": max(64, recipe.k_block), "V_ROWS": V_ROWS, "KV_PAD": PAD,
+        "K_ROWS": max(64, recipe.k_block), "V_ROWS": 128 if dvp > 64 else 64, "KV_PAD": PAD,
         "SMOOTH_Q": recipe.smooth_q, "SHIFT": True, "BY_HAND": False,
     }  # fmt: skip
     stats = build(_stats, inputs, {**sizes, "ROWS": 32}, arch, num_warps=4)

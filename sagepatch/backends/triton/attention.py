@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sagepatch.backends.triton import exact as fallback
 from sagepatch.backends.triton.kernel import attention
@@ -17,7 +18,7 @@ from sagepatch.backends.triton.launching import Recording, Replay, launch, repla
 from sagepatch.backends.triton.masks import LiveTiles, live_tiles
 from sagepatch.backends.triton.prepass import INTERPRETED, Codes, prepare
 from sagepatch.backends.triton.primitives import LOG2E
-from sagepatch.backends.triton.tiles import PAD, Tile, pick, pieces, v_pieces
+from sagepatch.backends.triton.tiles import PAD, Tile, one_piece, pick, pieces, v_pieces
 from sagepatch.errors import InvalidArgument
 from sagepatch.numerics.recipe import Recipe
 from sagepatch.spec import Call, arch_of, mask_kind
@@ -54,12 +55,16 @@ def run_guarded(call: Call, recipe: Recipe, flags: Tensor) -> tuple[Tensor, Tens
 def tile_of(call: Call, recipe: Recipe) -> Tile:
     """The tile that `run` takes for this call."""
     arch = arch_of(call.q.device)
+    D, Dv = call.q.shape[3], call.v.shape[3]
+    # Rows of a descriptor are counted in 32 bits.
+    rows = call.k.shape[0] * call.k.shape[1] * max(call.k.shape[2] + 2 * PAD, 2 * Dv)
     return pick(
         INTERPRETED_ARCH if arch is None else arch,
         recipe,
-        max(call.q.shape[3], call.v.shape[3]),
+        max(D, Dv),
         call.causal_offset is not None,
         mask_kind(call.attn_mask),
+        not INTERPRETED and rows < 1 << 31 and one_piece(D, Dv, recipe),
     )
 
 
@@ -179,6 +184,7 @@ def attend(
     m_blocks = Sq // tile.block_m + members if call.packed else -(-Sq // tile.block_m)
     d0, d1 = pieces(D, 32)
     dv0, dv1 = v_pieces(Dv, recipe)
+    keys, values = _descriptors(codes, recipe, tile) if tile.tma else (codes.k_i8, codes.v_codes)
     k_strides = call.k.stride() if recipe.smooth_q else (0, 0, 0, 0)
     launch(
         attention,
@@ -186,9 +192,9 @@ def attend(
         (
             codes.q_i8,
             codes.q_scale_log2,
-            codes.k_i8,
+            keys,
             codes.k_scale,
-            codes.v_codes,
+            values,
             codes.v_scale,
             codes.shift_log2,
             codes.q_mean_log2,
@@ -247,11 +253,26 @@ def attend(
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
             "STAGES": tile.stages,
+            "TMA": tile.tma,
             "BY_HAND": INTERPRETED,
         },
         recording,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        maxnreg=tile.registers,
         # The default differs between versions of Triton.
         enable_fp_fusion=True,
+    )
+
+
+def _descriptors(
+    codes: Codes, recipe: Recipe, tile: Tile
+) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Keys and values for the copy engine: all heads as the rows of one matrix."""
+    k, v = codes.k_i8.flatten(0, 2), codes.v_codes.flatten(0, 2)
+    rows = tile.block_n if recipe.pv == "fp16" else codes.v_codes.shape[2]
+    columns = codes.v_codes.shape[3] if recipe.pv == "fp16" else tile.block_n
+    return (
+        TensorDescriptor(k, list(k.shape), list(k.stride()), [tile.block_n, k.shape[1]]),
+        TensorDescriptor(v, list(v.shape), list(v.stride()), [rows, columns]),
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sagepatch.backends.triton.primitives import (
     LOG2E,
+    mask_of,
     masked,
     member_of,
     seen_by_position,
@@ -120,6 +121,9 @@ def exact_where(
             keys = start + tl.arange(0, BLOCK_N)
             token = (k_start + keys).to(tl.int64)
             real = keys < kv_len
+            mask_value = keys
+            if MASK != 0:
+                mask_value = mask_of(mask_at, stride_mq, stride_mk, rows, keys, q_len, kv_len)
             k = tl.load(
                 k_at + token[:, None] * stride_ks + d[None, :] * stride_kd,
                 mask=real[:, None] & (d < D)[None, :],
@@ -131,7 +135,7 @@ def exact_where(
             if SOFTCAP:
                 s = cap_log2 * tanh(s / cap_log2)
             seen = seen_by_position(rows, keys, kv_len, causal_offset, window, CAUSAL, WINDOW)
-            s = masked(s, seen, mask_at, stride_mq, stride_mk, rows, keys, q_len, kv_len, MASK)
+            s = masked(s, seen, mask_value, MASK)
             m_new = tl.maximum(m, tl.max(s, 1))
             base = tl.where(m_new == float("-inf"), 0.0, m_new)
             p = tl.math.exp2(s - base[:, None])

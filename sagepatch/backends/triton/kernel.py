@@ -95,6 +95,7 @@ def attention(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    TMA: tl.constexpr,
     BY_HAND: tl.constexpr,
 ):
     DP: tl.constexpr = D0 + D1
@@ -133,12 +134,21 @@ def attention(
     if SOFTCAP or SINKS or LSE:
         shift = tl.load(shift_log2 + q_row, mask=inside, other=0.0)
     kv_row = batch * kv_heads + kv_head
-    k_at = k_i8 + (kv_row * skv_pad + pad_start) * DP
     ks_at = k_scale + kv_row * skv_pad + pad_start
-    if PV == "fp16":
-        v_at = v_codes + (kv_row * skv_pad + pad_start) * DVP
+    k_row = (kv_row * skv_pad + pad_start).to(tl.int32)
+    v_row = k_row
+    if TMA:
+        # Descriptors over all heads: a tile is a row and a column.
+        k_at = k_i8
+        v_at = v_codes
+        if PV != "fp16":
+            v_row = (kv_row * DVP).to(tl.int32)
     else:
-        v_at = v_codes + kv_row * skv_pad * DVP + pad_start
+        k_at = k_i8 + (kv_row * skv_pad + pad_start) * DP
+        if PV == "fp16":
+            v_at = v_codes + (kv_row * skv_pad + pad_start) * DVP
+        else:
+            v_at = v_codes + kv_row * skv_pad * DVP + pad_start
     raw_k_at = K
     q_mean = q_scale
     mean = q_scale
@@ -210,6 +220,9 @@ def attention(
             k_at,
             ks_at,
             v_at,
+            k_row,
+            v_row,
+            pad_start,
             raw_k_at,
             mean,
             mask_at,
@@ -239,10 +252,12 @@ def attention(
             DP2,
             DV0,
             DV1,
+            BLOCK_M,
             BLOCK_N,
+            TMA,
             BY_HAND,
         )
-    for i in tl.range(0, n_partial, num_stages=STAGES if MASK != 0 else 1):
+    for i in tl.range(0, n_partial, num_stages=1):
         if MASK != 0:
             start = tl.load(lists + list_tiles - 1 - i) * BLOCK_N
         else:
@@ -263,6 +278,9 @@ def attention(
             k_at,
             ks_at,
             v_at,
+            k_row,
+            v_row,
+            pad_start,
             raw_k_at,
             mean,
             mask_at,
@@ -292,7 +310,9 @@ def attention(
             DP2,
             DV0,
             DV1,
+            BLOCK_M,
             BLOCK_N,
+            TMA,
             BY_HAND,
         )
     if (SINKS or LSE) and not SOFTCAP:

@@ -4,12 +4,14 @@ pointers, which costs the host a fraction. Knows no arithmetic.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 # Scratch tensors start at multiples of this, as torch's allocator aligns its blocks.
 ALIGNMENT = 512
@@ -37,12 +39,26 @@ def launch(
 
 
 @dataclass(frozen=True, slots=True)
+class _Scratch:
+    """A place in the scratch memory of a replay, as far as a descriptor asks."""
+
+    pointer: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+
+# Argument number, and what to fill in: a tensor of the call by name, or an offset into the scratch
+# memory.
+_Slot = tuple[int, int | str]
+
+
+@dataclass(frozen=True, slots=True)
 class Replay:
     """What a call of known shape does again: each launch with its pointers filled in anew."""
 
-    steps: tuple[
-        tuple[Callable[..., None], tuple[Any, ...], tuple[tuple[int, int | str], ...]], ...
-    ]
+    steps: tuple[tuple[Callable[..., None], tuple[Any, ...], tuple[_Slot, ...]], ...]
     scratch_bytes: int
 
     def run(self, device: torch.device, tensors: dict[str, Tensor | None]) -> None:
@@ -54,8 +70,20 @@ class Replay:
         for runner, template, slots in self.steps:
             args = list(template)
             for position, source in slots:
-                args[position] = tensors[source] if isinstance(source, str) else base + source
+                if isinstance(source, str):
+                    args[position] = tensors[source]
+                elif args[position] is None:
+                    args[position] = base + source
+                else:
+                    args[position] = _moved(args[position], base + source)
             runner(*args)
+
+
+def _moved(descriptor: TensorDescriptor, pointer: int) -> TensorDescriptor:
+    """`descriptor` over the same matrix at another place."""
+    moved = copy.copy(descriptor)
+    moved.base = _Scratch(pointer, descriptor.base.dtype)
+    return moved
 
 
 def replay_of(recording: Recording, tensors: dict[str, Tensor | None]) -> Replay | None:
@@ -66,20 +94,28 @@ def replay_of(recording: Recording, tensors: dict[str, Tensor | None]) -> Replay
     offsets: dict[int, int] = {}
     total = 0
     steps = []
+
+    def place(tensor: Tensor) -> int:
+        # By address: a descriptor holds a view of the tensor that another launch wrote.
+        nonlocal total
+        pointer = tensor.data_ptr()
+        if pointer not in offsets:
+            offsets[pointer] = total
+            size = tensor.numel() * tensor.element_size()
+            total += -(-size // ALIGNMENT) * ALIGNMENT
+        return offsets[pointer]
+
     for compiled, programs, args in recording.launches:
         slots: list[tuple[int, int | str]] = []
         template = list(args)
         for position, arg in enumerate(args):
-            if not isinstance(arg, Tensor):
-                continue
-            template[position] = None
-            if id(arg) in names:
-                slots.append((position, names[id(arg)]))
-                continue
-            if id(arg) not in offsets:
-                offsets[id(arg)] = total
-                size = arg.numel() * arg.element_size()
-                total += -(-size // ALIGNMENT) * ALIGNMENT
-            slots.append((position, offsets[id(arg)]))
+            if isinstance(arg, TensorDescriptor):
+                slots.append((position, place(arg.base)))
+                # Only its measures are kept, not the memory.
+                template[position] = _moved(arg, 0)
+            elif isinstance(arg, Tensor):
+                template[position] = None
+                name = names.get(id(arg))
+                slots.append((position, place(arg) if name is None else name))
         steps.append((compiled[(programs, 1, 1)], tuple(template), tuple(slots)))
     return Replay(tuple(steps), total)

@@ -57,6 +57,26 @@ def to_e4m3(x, BY_HAND: tl.constexpr):
 
 
 @triton.jit
+def key_at(position):
+    """The key that an 8-bit V holds at `position`; within each 16, position 4t + 2a + j holds key
+    8a + 2t + j.
+
+    In this order the columns of P that a thread has from the product of Q and K are those it needs
+    for the product with V (kernels of the same order: SageAttention2, section 3.3): no shuffles.
+    """
+    within = position & 15
+    key = ((within >> 1) & 1) * 8 + (within >> 2) * 2 + (within & 1)
+    return position - within + key
+
+
+@triton.jit
+def in_key_order(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Columns of `p` [BLOCK_M, BLOCK_N] moved to where `key_at` puts their keys."""
+    parts = tl.reshape(p, [BLOCK_M, BLOCK_N // 16, 2, 4, 2])
+    return tl.reshape(tl.permute(parts, (0, 1, 3, 2, 4)), [BLOCK_M, BLOCK_N])
+
+
+@triton.jit
 def member_of(Cu, members, block, UNIT: tl.constexpr):
     """The member of a packed call that owns block number `block` of UNIT tokens.
 
@@ -94,29 +114,33 @@ def seen_by_position(rows, keys, kv_len, causal_offset, window, CAUSAL, WINDOW):
 
 
 @triton.jit
-def masked(scores, seen, mask_at, stride_q, stride_k, rows, keys, q_len, kv_len, MASK):
-    """`scores` in base 2 with the mask applied and everything not `seen` at -inf.
+def mask_of(mask_at, stride_q, stride_k, rows, keys, q_len, kv_len):
+    """One tile of the mask; `mask_at` points at the mask of this batch and head.
 
-    `mask_at` points at the mask of this batch and head. A bias is clamped to the lowest fp32 after
-    the change to base 2, so that a row of finfo.min stays the mean of V.
+    Load it before the product of Q and K: the compiler lays the softmax out as the last of the two
+    is, and everything after it would spill in the layout of a load.
     """
-    if MASK != 0:
-        where = (
-            mask_at
-            + rows.to(tl.int64)[:, None] * stride_q
-            + keys.to(tl.int64)[None, :] * (stride_k)
-        )
-        inside = (rows < q_len)[:, None] & (keys < kv_len)[None, :]
-        value = tl.load(where, mask=inside, other=0)
-        if MASK == 1:
-            seen &= value != 0
-        else:
-            seen &= value != float("-inf")
-            bias = tl.maximum(value.to(tl.float32) * LOG2E, LOWEST)
-            # A maximum drops NaN; a NaN in the mask must reach the output.
-            bias = tl.where(value != value, float("nan"), bias)
-            total = scores + bias
-            scores = tl.where(total < LOWEST, LOWEST, total)
+    where = mask_at + rows.to(tl.int64)[:, None] * stride_q + keys.to(tl.int64)[None, :] * stride_k
+    return tl.load(where, mask=(rows < q_len)[:, None] & (keys < kv_len)[None, :], other=0)
+
+
+@triton.jit
+def masked(scores, seen, value, MASK):
+    """`scores` in base 2 with the tile `value` of the mask applied and everything not `seen` at
+    -inf.
+
+    A bias is clamped to the lowest fp32 after the change to base 2, so that a row of finfo.min
+    stays the mean of V.
+    """
+    if MASK == 1:
+        seen &= value != 0
+    elif MASK == 2:
+        seen &= value != float("-inf")
+        bias = tl.maximum(value.to(tl.float32) * LOG2E, LOWEST)
+        # A maximum drops NaN; a NaN in the mask must reach the output.
+        bias = tl.where(value != value, float("nan"), bias)
+        total = scores + bias
+        scores = tl.where(total < LOWEST, LOWEST, total)
     return tl.where(seen, scores, float("-inf"))
 
 

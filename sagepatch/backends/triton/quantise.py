@@ -78,6 +78,7 @@ def _quantise_q(
         at + token[:, None] * stride_qs + d[None, :] * stride_qd,
         mask=valid[:, None] & (d < D)[None, :],
         other=0.0,
+        eviction_policy="evict_first",
     ).to(tl.float32)
     out_row = row_of_heads * q_len + token
     group = item * heads + head // (q_heads // heads)
@@ -113,7 +114,8 @@ def _quantise_q(
 
 @triton.jit
 def _quantise_k(
-    index,
+    row_of_heads,
+    block,
     K,
     Seen,
     CuK,
@@ -122,7 +124,6 @@ def _quantise_k(
     k_i8,
     k_scale,
     k_mean,
-    k_blocks,
     heads,
     members,
     kv_len,
@@ -146,10 +147,8 @@ def _quantise_k(
     SMOOTH_K: tl.constexpr,
     SMOOTH_Q: tl.constexpr,
 ):
-    """One block of keys."""
+    """One block of keys of one row of heads, batch * Hkv + head."""
     d = tl.arange(0, DP2)
-    block = index % k_blocks
-    row_of_heads = (index // k_blocks).to(tl.int64)  # batch * Hkv + head
     head = row_of_heads % heads
     batch = row_of_heads // heads
     if PACKED:
@@ -158,9 +157,9 @@ def _quantise_k(
         pad_start = ((start // KV_PAD + item) * KV_PAD).to(tl.int32)
     else:
         item = batch
-        start = index * 0
-        length = index * 0 + kv_len
-        pad_start = index * 0
+        start = block * 0
+        length = block * 0 + kv_len
+        pad_start = block * 0
     padded = block * K_ROWS + tl.arange(0, K_ROWS)
     local = padded - pad_start
     valid = (local >= 0) & (local < length)
@@ -176,6 +175,7 @@ def _quantise_k(
         + d[None, :] * stride_kd,
         mask=valid[:, None] & (d < D)[None, :],
         other=0.0,
+        eviction_policy="evict_first",
     ).to(tl.float32)
     group = item * heads + head
     if SMOOTH_K:
@@ -224,8 +224,7 @@ def quantise(
     q_mean_log2,
     k_mean,
     factor,
-    k_programs,
-    v_programs,
+    kv_programs,
     q_blocks,
     k_blocks,
     v_blocks,
@@ -274,77 +273,15 @@ def quantise(
     BY_HAND: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    # Keys and values first: some of them still sit in the cache that the statistics filled.
-    if pid < k_programs:
-        _quantise_k(
-            pid,
-            K,
-            Seen,
-            CuK,
-            k_sum,
-            k_count,
-            k_i8,
-            k_scale,
-            k_mean,
-            k_blocks,
-            heads,
-            members,
-            kv_len,
-            skv_pad,
-            stride_kb,
-            stride_kh,
-            stride_ks,
-            stride_kd,
-            stride_seen_b,
-            stride_seen_k,
-            CHUNKS,
-            D,
-            DP,
-            DP2,
-            QK_MAX,
-            K_GROUPS,
-            K_ROWS,
-            KV_PAD,
-            PACKED,
-            HAS_SEEN,
-            SMOOTH_K,
-            SMOOTH_Q,
-        )
-    elif pid < k_programs + v_programs:
-        quantise_values(
-            pid - k_programs,
-            V,
-            Seen,
-            CuK,
-            v_peak,
-            v_codes,
-            v_scale,
-            v_blocks,
-            heads,
-            members,
-            kv_len,
-            skv_pad,
-            stride_vb,
-            stride_vh,
-            stride_vs,
-            stride_vd,
-            stride_seen_b,
-            stride_seen_k,
-            CHUNKS,
-            DV,
-            DVP,
-            DVP2,
-            PV,
-            V_RANGE,
-            V_ROWS,
-            KV_PAD,
-            PACKED,
-            HAS_SEEN,
-            BY_HAND,
-        )
-    else:
+    # Keys and values of a head together, the last head first: what the statistics read last is
+    # what the cache still holds.
+    of_head = k_blocks + v_blocks
+    turn = kv_programs - 1 - pid
+    kv_head = turn // of_head
+    block = turn % of_head
+    if pid >= kv_programs:
         _quantise_q(
-            pid - k_programs - v_programs,
+            pid - kv_programs,
             Q,
             CuQ,
             k_sum,
@@ -375,4 +312,71 @@ def quantise(
             SMOOTH_K,
             SMOOTH_Q,
             SHIFT,
+        )
+    elif block < k_blocks:
+        _quantise_k(
+            kv_head.to(tl.int64),
+            block,
+            K,
+            Seen,
+            CuK,
+            k_sum,
+            k_count,
+            k_i8,
+            k_scale,
+            k_mean,
+            heads,
+            members,
+            kv_len,
+            skv_pad,
+            stride_kb,
+            stride_kh,
+            stride_ks,
+            stride_kd,
+            stride_seen_b,
+            stride_seen_k,
+            CHUNKS,
+            D,
+            DP,
+            DP2,
+            QK_MAX,
+            K_GROUPS,
+            K_ROWS,
+            KV_PAD,
+            PACKED,
+            HAS_SEEN,
+            SMOOTH_K,
+            SMOOTH_Q,
+        )
+    else:
+        quantise_values(
+            kv_head.to(tl.int64),
+            block - k_blocks,
+            V,
+            Seen,
+            CuK,
+            v_peak,
+            v_codes,
+            v_scale,
+            heads,
+            members,
+            kv_len,
+            skv_pad,
+            stride_vb,
+            stride_vh,
+            stride_vs,
+            stride_vd,
+            stride_seen_b,
+            stride_seen_k,
+            CHUNKS,
+            DV,
+            DVP,
+            DVP2,
+            PV,
+            V_RANGE,
+            V_ROWS,
+            KV_PAD,
+            PACKED,
+            HAS_SEEN,
+            BY_HAND,
         )

@@ -1,4 +1,4 @@
-"""The second launch of the pre-pass: codes and scales of a block of queries, keys or values."""
+"""What the second launch of the pre-pass does with a block of values."""
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import triton.language as tl
 
 from sagepatch.backends.triton.primitives import (
     inverse_and_scale,
+    key_at,
     member_of,
     span_of,
     to_e4m3,
@@ -17,14 +18,14 @@ from sagepatch.backends.triton.primitives import (
 
 @triton.jit
 def quantise_values(
-    index,
+    row_of_heads,
+    block,
     V,
     Seen,
     CuK,
     v_peak,
     v_codes,
     v_scale,
-    v_blocks,
     heads,
     members,
     kv_len,
@@ -47,9 +48,7 @@ def quantise_values(
     HAS_SEEN: tl.constexpr,
     BY_HAND: tl.constexpr,
 ):
-    """One block of values."""
-    block = index % v_blocks
-    row_of_heads = (index // v_blocks).to(tl.int64)
+    """One block of values of one row of heads, batch * Hkv + head."""
     head = row_of_heads % heads
     batch = row_of_heads // heads
     if PACKED:
@@ -58,12 +57,15 @@ def quantise_values(
         pad_start = ((start // KV_PAD + item) * KV_PAD).to(tl.int32)
     else:
         item = batch
-        start = index * 0
-        length = index * 0 + kv_len
-        pad_start = index * 0
+        start = block * 0
+        length = block * 0 + kv_len
+        pad_start = block * 0
     dv = tl.arange(0, DVP2)
     padded = block * V_ROWS + tl.arange(0, V_ROWS)
-    local = padded - pad_start
+    if PV == "fp16":
+        local = padded - pad_start
+    else:
+        local = key_at(padded) - pad_start
     valid = (local >= 0) & (local < length)
     token = (start + local).to(tl.int64)
     if HAS_SEEN:
@@ -77,6 +79,7 @@ def quantise_values(
         + dv[None, :] * stride_vd,
         mask=valid[:, None] & (dv < DV)[None, :],
         other=0.0,
+        eviction_policy="evict_first",
     ).to(tl.float32)
     group = item * heads + head
     chunk_at = group * CHUNKS + tl.arange(0, CHUNKS)

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 
 from sagepatch.backends.triton.primitives import (
+    in_key_order,
+    mask_of,
     masked,
     seen_by_position,
     tanh,
@@ -18,9 +20,26 @@ from sagepatch.backends.triton.primitives import (
 
 
 @triton.jit
-def _values(p, v_at, keys, dv, skv_pad, PV: tl.constexpr, HALF: tl.constexpr, DVP: tl.constexpr):
+def _values(
+    p,
+    v_at,
+    v_row,
+    start,
+    keys,
+    dv,
+    skv_pad,
+    PV: tl.constexpr,
+    HALF: tl.constexpr,
+    DVP: tl.constexpr,
+    TMA: tl.constexpr,
+):
     """One tile of P times V, fp32 [BLOCK_M, width of dv]; `p` holds codes already."""
-    if PV == "fp16":
+    if TMA:
+        if PV == "fp16":
+            v = v_at.load([v_row + start, 0])
+        else:
+            v = tl.trans(v_at.load([v_row, start]))
+    elif PV == "fp16":
         v = tl.load(v_at + keys[:, None] * DVP + dv[None, :])
     else:
         v = tl.trans(tl.load(v_at + dv[:, None] * skv_pad + keys[None, :]))
@@ -49,6 +68,9 @@ def add_tile(
     k_at,
     ks_at,
     v_at,
+    k_row,
+    v_row,
+    pad_start,
     raw_k_at,
     k_mean,
     mask_at,
@@ -78,15 +100,23 @@ def add_tile(
     DP2: tl.constexpr,
     DV0: tl.constexpr,
     DV1: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    TMA: tl.constexpr,
     BY_HAND: tl.constexpr,
 ):
     """Take one tile of keys into the running softmax."""
     DP: tl.constexpr = D0 + D1
     DVP: tl.constexpr = DV0 + DV1
     keys = start + tl.arange(0, BLOCK_N)
-    at = k_at + keys[:, None] * DP
-    products = tl.dot(q0, tl.trans(tl.load(at + tl.arange(0, D0)[None, :])))  # int32
+    mask_value = q_scale
+    if MASKED and MASK != 0:
+        mask_value = mask_of(mask_at, stride_mq, stride_mk, rows, keys, q_len, kv_len)
+    if TMA:
+        products = tl.dot(q0, tl.trans(k_at.load([k_row + start, 0])))  # int32
+    else:
+        at = k_at + keys[:, None] * DP
+        products = tl.dot(q0, tl.trans(tl.load(at + tl.arange(0, D0)[None, :])))
     if D1 > 0:
         k1 = tl.load(at + D0 + tl.arange(0, D1)[None, :])
         products = tl.dot(q1, tl.trans(k1), products, out_dtype=tl.int32)
@@ -118,7 +148,7 @@ def add_tile(
             s = cap_log2 * tanh((s + shift[:, None]) / cap_log2)
         if MASKED:
             seen = seen_by_position(rows, keys, kv_len, causal_offset, window, CAUSAL, WINDOW)
-            s = masked(s, seen, mask_at, stride_mq, stride_mk, rows, keys, q_len, kv_len, MASK)
+            s = masked(s, seen, mask_value, MASK)
         m_new = tl.maximum(m, tl.max(s, 1))
         base = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.math.exp2(s - (base - P_LOG2)[:, None])
@@ -127,15 +157,17 @@ def add_tile(
     if PV == "fp16":
         codes = p.to(tl.float16)
     elif PV == "int8":
-        codes = to_int8(p)
+        codes = in_key_order(to_int8(p), BLOCK_M, BLOCK_N)
     else:
-        codes = to_e4m3(p, BY_HAND)
+        codes = in_key_order(to_e4m3(p, BY_HAND), BLOCK_M, BLOCK_N)
+    # `v_row` holds the padding before a packed member, where keys are rows.
+    v_start = start if PV == "fp16" else pad_start + start
     # Two levels: the tile's sum ends before it meets the running one.
     acc0 = acc0 * decay[:, None] + _values(
-        codes, v_at, keys, tl.arange(0, DV0), skv_pad, PV, HALF, DVP
+        codes, v_at, v_row, v_start, keys, tl.arange(0, DV0), skv_pad, PV, HALF, DVP, TMA
     )
     if DV1 > 0:
         acc1 = acc1 * decay[:, None] + _values(
-            codes, v_at, keys, DV0 + tl.arange(0, DV1), skv_pad, PV, HALF, DVP
+            codes, v_at, v_row, v_start, keys, DV0 + tl.arange(0, DV1), skv_pad, PV, HALF, DVP, TMA
         )
     return acc0, acc1, m_new, l

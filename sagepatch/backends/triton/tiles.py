@@ -4,7 +4,8 @@ causal, mask) and the rule for what it does not list. Knows no tensors and no Tr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from sagepatch.numerics.recipe import PvFormat, Recipe
 from sagepatch.spec import MaskKind
@@ -15,12 +16,17 @@ PAD = 128
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How one attention kernel is cut: queries and keys a tile, warps, pipeline stages."""
+    """How one attention kernel is cut: queries and keys a tile, warps, pipeline stages; `tma`:
+    keys and values come through the copy engine (Hopper on, head sizes of one piece); `registers`
+    caps those of a thread, so that one more block fits on a multiprocessor.
+    """
 
     block_m: int
     block_n: int
     warps: int
     stages: int
+    tma: bool = False
+    registers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +41,29 @@ class Row:
     masked: bool | None = None
 
 
-# Found by benchmarks/sweep_triton.py on an H200; rows for other architectures join when somebody
-# runs it there. The first row that fits is taken.
-TABLE: tuple[Row, ...] = (
-    Row(90, "e4m3", 64, Tile(64, 128, 4, 3)),
-    Row(90, "e4m3", 128, Tile(64, 128, 4, 3)),
-    Row(90, "e4m3", 256, Tile(64, 64, 4, 3)),
-    Row(90, "int8", 64, Tile(64, 128, 4, 3)),
-    Row(90, "int8", 128, Tile(64, 128, 4, 3)),
-    Row(90, "int8", 256, Tile(64, 64, 4, 3)),
-    Row(90, "fp16", 64, Tile(64, 64, 4, 3)),
-    Row(90, "fp16", 128, Tile(64, 64, 4, 3)),
-    Row(90, "fp16", 256, Tile(64, 64, 4, 2)),
-)
+def _hopper() -> Iterator[Row]:
+    eight_bit: tuple[PvFormat, ...] = ("e4m3", "int8")
+    for pv in eight_bit:
+        # Scores and sums of one width keep one layout; other masked tiles spill.
+        yield Row(90, pv, 64, Tile(64, 64, 4, 3, tma=True), masked=True)
+        yield Row(90, pv, 64, Tile(64, 64, 4, 3), masked=True)
+        yield Row(90, pv, 128, Tile(64, 128, 4, 2, tma=True), masked=True)
+        yield Row(90, pv, 64, Tile(64, 128, 4, 3, tma=True))
+        yield Row(90, pv, 128, Tile(64, 128, 4, 2, tma=True, registers=168))
+        yield Row(90, pv, 128, Tile(64, 128, 4, 3))
+        yield Row(90, pv, 256, Tile(64, 64, 4, 2, tma=True))
+        yield Row(90, pv, 256, Tile(64, 64, 4, 3))
+    yield Row(90, "fp16", 64, Tile(64, 64, 4, 3, tma=True))
+    yield Row(90, "fp16", 128, Tile(64, 64, 4, 2, tma=True))
+    yield Row(90, "fp16", 128, Tile(64, 64, 4, 3))
+    yield Row(90, "fp16", 256, Tile(64, 64, 4, 2, tma=True))
+    yield Row(90, "fp16", 256, Tile(64, 64, 4, 2))
+
+
+# Found by benchmarks/sweep_triton.py on an H200 (masked rows and head sizes above 128: by the
+# registers of the compiled kernel alone); rows for other architectures join when somebody runs it
+# there. The first row that fits is taken; a row with `tma` fits heads of one piece.
+TABLE: tuple[Row, ...] = tuple(_hopper())
 
 
 def is_tuned(arch: int) -> bool:
@@ -55,8 +71,12 @@ def is_tuned(arch: int) -> bool:
     return any(row.arch == arch for row in TABLE)
 
 
-def pick(arch: int, recipe: Recipe, head_dim: int, causal: bool, mask: MaskKind) -> Tile:
-    """The tile for one call; `head_dim` is the larger of D and Dv. Never refuses."""
+def pick(
+    arch: int, recipe: Recipe, head_dim: int, causal: bool, mask: MaskKind, tma: bool = True
+) -> Tile:
+    """The tile for one call; `head_dim` is the larger of D and Dv, `tma` whether keys and values
+    can come through the copy engine (`one_piece`). Never refuses.
+    """
     masked = mask is not MaskKind.NONE
     for row in TABLE:
         if (
@@ -65,21 +85,30 @@ def pick(arch: int, recipe: Recipe, head_dim: int, causal: bool, mask: MaskKind)
             and head_dim <= row.head_dim
             and row.causal in (None, causal)
             and row.masked in (None, masked)
+            and (tma or not row.tile.tma)
         ):
             return fit(row.tile, recipe)
     return fit(_default(recipe, head_dim), recipe)
 
 
 def fit(tile: Tile, recipe: Recipe) -> Tile:
-    """`tile` with its keys cut to what the recipe allows: one flush of an FP16 accumulator, and one
-    scale block, where the recipe has one.
+    """`tile` with its keys cut to what the recipe allows: one flush of an FP16 accumulator, one
+    scale block, and 64 where the correction for a smoothed Q takes registers of its own.
     """
     keys = tile.block_n
     if recipe.keys_per_flush is not None:
         keys = min(keys, recipe.keys_per_flush)
     if recipe.k_granularity == "block":
         keys = min(keys, recipe.k_block)
-    return Tile(tile.block_m, keys, tile.warps, tile.stages)
+    if recipe.smooth_q:
+        keys = min(keys, 64)
+    return tile if keys == tile.block_n else replace(tile, block_n=keys, registers=None)
+
+
+def one_piece(head_dim: int, v_head_dim: int, recipe: Recipe) -> bool:
+    """Whether keys and values of these head sizes are one piece each, wide enough for a copy."""
+    whole = pieces(head_dim, 32)[1] == v_pieces(v_head_dim, recipe)[1] == 0
+    return whole and min(head_dim, v_head_dim) >= 32
 
 
 def _default(recipe: Recipe, head_dim: int) -> Tile:
