@@ -404,7 +404,7 @@ def test_common_instances_spill_nothing(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sage2_8", "sage1_b", "sage1_t"])
-@pytest.mark.parametrize("dim", [8, 40, 64, 72, 80, 96, 100, 112, 160, 192, 256])
+@pytest.mark.parametrize("dim", [8, 64, 80, 100, 160, 256])
 def test_every_head_size_compiles_without_spills(name, dim):
     offsets = torch.tensor([0, 8], dtype=torch.int32)
     options = (

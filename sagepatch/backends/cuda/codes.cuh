@@ -17,14 +17,87 @@ __device__ __forceinline__ float larger(float a, float b) {
   return out;
 }
 
-// The largest over `width` neighbouring threads, in each of them.
-template <int WIDTH>
-__device__ __forceinline__ float largest(float x) {
+// The same for the pairs of 16-bit numbers in a and b.
+template <int TYPE>
+__device__ __forceinline__ u32 larger_pair(u32 a, u32 b) {
+  u32 out;
+  if constexpr (TYPE == BF16)
+    asm("{.reg .b32 t;\n\tabs.bf16x2 t, %2;\n\tmax.NaN.bf16x2 %0, %1, t;}"
+        : "=r"(out)
+        : "r"(a), "r"(b));
+  else
+    asm("{.reg .b32 t;\n\tabs.f16x2 t, %2;\n\tmax.NaN.f16x2 %0, %1, t;}"
+        : "=r"(out)
+        : "r"(a), "r"(b));
+  return out;
+}
+
+// Largest magnitudes of the channels of many tokens, eight a thread.
+template <int TYPE>
+struct Peaks {
+  Eight<TYPE> most;
+
+  __device__ __forceinline__ void add(const Eight<TYPE>& x) {
+    if constexpr (TYPE == FP32) {
 #pragma unroll
-  for (int step = WIDTH / 2; step > 0; step /= 2) {
-    x = larger(x, __shfl_xor_sync(0xFFFFFFFF, x, step));
+      for (int i = 0; i < 8; i++) most.word[i] = __float_as_uint(larger(most[i], x[i]));
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; i++) most.word[i] = larger_pair<TYPE>(most.word[i], x.word[i]);
+    }
   }
+};
+
+// The largest magnitude of eight channels.
+template <int TYPE>
+__device__ __forceinline__ float peak_of(const Eight<TYPE>& x) {
+  if constexpr (TYPE == FP32) {
+    float most = 0.f;
+#pragma unroll
+    for (int i = 0; i < 8; i++) most = larger(most, x[i]);
+    return most;
+  } else {
+    Eight<TYPE> most;
+    most.word[0] = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) most.word[0] = larger_pair<TYPE>(most.word[0], x.word[i]);
+    return larger(most[0], most[1]);
+  }
+}
+
+struct Largest {
+  static __device__ __forceinline__ float of(float a, float b) { return larger(a, b); }
+};
+
+struct Sum {
+  static __device__ __forceinline__ float of(float a, float b) { return a + b; }
+};
+
+// All of `WIDTH` neighbouring threads, in each of them.
+template <class OP, int WIDTH>
+__device__ __forceinline__ float over_threads(float x) {
+#pragma unroll
+  for (int step = WIDTH / 2; step > 0; step /= 2)
+    x = OP::of(x, __shfl_xor_sync(0xFFFFFFFF, x, step));
   return x;
+}
+
+// N values at once, over `WIDTH` neighbouring threads, with N + log2(WIDTH / N) exchanges: thread
+// number t of these is left with value number t / (WIDTH / N).
+template <class OP, int WIDTH, int N>
+__device__ __forceinline__ float over_threads(const float (&x)[N]) {
+  if constexpr (N == 1) {
+    return over_threads<OP, WIDTH>(x[0]);
+  } else {
+    const bool upper = threadIdx.x & (WIDTH / 2);
+    float half[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) {
+      const float kept = upper ? x[N / 2 + i] : x[i], given = upper ? x[i] : x[N / 2 + i];
+      half[i] = OP::of(kept, __shfl_xor_sync(0xFFFFFFFF, given, WIDTH / 2));
+    }
+    return over_threads<OP, WIDTH / 2>(half);
+  }
 }
 
 struct Scaling {

@@ -33,7 +33,7 @@ constexpr bool WIDE = Q_TYPE == FP32 || K_TYPE == FP32 || V_TYPE == FP32;
 #define UNROLL (WIDE ? 4 : 8)
 #endif
 #ifndef RESIDENT_THREADS
-#define RESIDENT_THREADS (WIDE || !VECTORS ? 512 : 768)
+#define RESIDENT_THREADS (WIDE || !VECTORS || (Q_BLOCK && SHIFT) ? 512 : 768)
 #endif
 constexpr int RESIDENT = RESIDENT_THREADS / THREADS;
 constexpr bool SEEN = MASK == 1, PACKED = MASK == 2;
@@ -105,6 +105,8 @@ __device__ void reduce_chunk(const void* data, const Strides& s, const Mask& mas
   const void* base = head_at<TYPE>(data, s, batch, head);
   const u64 policy = evict_normal();
   float total[8] = {};
+  Peaks<TYPE> peaks;
+  peaks.most.clear();
   int count = 0, latest = 0;
   if (SEEN && SUM && threadIdx.x == 0) counted = last = 0;
   for (int first = begin + row; first < end; first += UNROLL * STEP) {
@@ -127,15 +129,18 @@ __device__ void reduce_chunk(const void* data, const Strides& s, const Mask& mas
         x[i].clear();
     }
 #pragma unroll
-    for (int i = 0; i < UNROLL; i++)
+    for (int i = 0; i < UNROLL; i++) {
+      if constexpr (SUM) {
 #pragma unroll
-      for (int c = 0; c < 8; c++) {
-        if constexpr (SUM)
-          total[c] += x[i][c];
-        else
-          total[c] = larger(total[c], x[i][c]);
+        for (int c = 0; c < 8; c++) total[c] += x[i][c];
+      } else {
+        peaks.add(x[i]);
       }
+    }
   }
+  if constexpr (!SUM)
+#pragma unroll
+    for (int c = 0; c < 8; c++) total[c] = peaks.most[c];
   // Fixed order: sums repeat from run to run.
 #pragma unroll
   for (int step = LANES; step < 32; step *= 2)
@@ -242,50 +247,52 @@ __device__ __forceinline__ void quantise_q(const void* data, const Strides& s, c
 #pragma unroll
     for (int c = 0; c < 8; c++) mean[c] = means[lane * 8 + c];
   }
-  float amax = 0.f;
+  float amax[QK_PASSES], dot[QK_PASSES];
+#pragma unroll
+  for (int p = 0; p < QK_PASSES; p++) {
+    amax[p] = peak_of(x[p]);
+    dot[p] = 0.f;
+    if constexpr (SHIFT)
+#pragma unroll
+      for (int c = 0; c < 8; c++) dot[p] += x[p][c] * mean[c];
+  }
+  // This thread's share of the rows' scales is pass `mine`.
+  constexpr int SHARE = QK_LANES / QK_PASSES;
+  const int mine = lane / SHARE;
+  float peak;
   if constexpr (Q_BLOCK) {
     __shared__ float peaks[WARPS];
+    peak = amax[0];
 #pragma unroll
-    for (int p = 0; p < QK_PASSES; p++)
-#pragma unroll
-      for (int c = 0; c < 8; c++) amax = larger(amax, x[p][c]);
-    amax = largest<32>(amax);
-    if (threadIdx.x % 32 == 0) peaks[threadIdx.x / 32] = amax;
+    for (int p = 1; p < QK_PASSES; p++) peak = larger(peak, amax[p]);
+    peak = over_threads<Largest, 32>(peak);
+    if (threadIdx.x % 32 == 0) peaks[threadIdx.x / 32] = peak;
     __syncthreads();
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) amax = larger(amax, peaks[w]);
+    for (int w = 0; w < WARPS; w++) peak = larger(peak, peaks[w]);
+  } else {
+    peak = over_threads<Largest, QK_LANES>(amax);
+  }
+  const Scaling q = scaling(peak, MOST_INT8);
+  // Attention takes maxima of integer products: the sign of the softmax scale goes to the codes.
+  const float inverse = out.factor < 0.f ? -q.inverse : q.inverse;
+  const int own = first + mine * QK_ROWS + row;
+  const i64 start = (i64)row_of_heads * n.q_len + span.start;
+  float shift = 0.f;
+  if constexpr (SHIFT) shift = over_threads<Sum, QK_LANES>(dot);
+  if (lane % SHARE == 0 && own < span.length) {
+    out.scale[start + own] = at_most(__fmul_rn(q.scale, fabsf(out.factor)), MOST_Q_SCALE);
+    if constexpr (SHIFT) out.shift[start + own] = shift * out.factor;
   }
 #pragma unroll
   for (int p = 0; p < QK_PASSES; p++) {
     const int token = first + p * QK_ROWS + row;
-    const i64 at = (i64)row_of_heads * n.q_len + span.start + token;
-    if constexpr (!Q_BLOCK) {
-      amax = 0.f;
-#pragma unroll
-      for (int c = 0; c < 8; c++) amax = larger(amax, x[p][c]);
-      amax = largest<QK_LANES>(amax);
-    }
-    const Scaling q = scaling(amax, MOST_INT8);
-    // Attention takes maxima of integer products: the sign of the softmax scale goes to the codes.
-    const float inverse = out.factor < 0.f ? -q.inverse : q.inverse;
-    float dot = 0.f;
-    if constexpr (SHIFT) {
-#pragma unroll
-      for (int c = 0; c < 8; c++) dot += x[p][c] * mean[c];
-#pragma unroll
-      for (int step = QK_LANES / 2; step > 0; step /= 2)
-        dot += __shfl_xor_sync(0xFFFFFFFF, dot, step);
-    }
-    if (token < span.length) {
-      if (lane * 8 < DP) {
-        const uint2 codes = {int8x4(x[p][0], x[p][1], x[p][2], x[p][3], inverse),
-                             int8x4(x[p][4], x[p][5], x[p][6], x[p][7], inverse)};
-        store8(out.codes + at * DP + lane * 8, codes, policy);
-      }
-      if (lane == 0) {
-        out.scale[at] = at_most(__fmul_rn(q.scale, fabsf(out.factor)), MOST_Q_SCALE);
-        if constexpr (SHIFT) out.shift[at] = dot * out.factor;
-      }
+    const float by =
+        Q_BLOCK ? inverse : __shfl_sync(0xFFFFFFFF, inverse, p * SHARE, QK_LANES);
+    if (token < span.length && lane * 8 < DP) {
+      const uint2 codes = {int8x4(x[p][0], x[p][1], x[p][2], x[p][3], by),
+                           int8x4(x[p][4], x[p][5], x[p][6], x[p][7], by)};
+      store8(out.codes + (start + token) * DP + lane * 8, codes, policy);
     }
   }
 }
@@ -342,18 +349,23 @@ __device__ __forceinline__ void quantise_k(const void* data, const Strides& s, c
 #pragma unroll
       for (int c = 0; c < 8; c++) amax[p] = larger(amax[p], x[p][c] - mean[c]);
     }
-    if constexpr (K_GROUPS == 0) {
-      amax[p] = largest<QK_LANES>(amax[p]);
-    } else {
+    if constexpr (K_GROUPS != 0) {
       const int h = p * QK_ROWS / 64;
       half[h] = larger(half[h], amax[p]);
     }
   }
   const i64 first_row = (i64)row_of_heads * n.kv_pad + block * ROWS;
-  if constexpr (K_GROUPS != 0) {
+  constexpr int SHARE = QK_LANES / QK_PASSES;
+  float inverse[HALVES];
+  if constexpr (K_GROUPS == 0) {
+    const Scaling k = scaling(over_threads<Largest, QK_LANES>(amax), MOST_INT8);
+    if (lane % SHARE == 0)
+      out.scale[first_row + lane / SHARE * QK_ROWS + row] = at_most(k.scale, MOST_K_SCALE);
+    inverse[0] = k.inverse;
+  } else {
 #pragma unroll
     for (int h = 0; h < HALVES; h++) {
-      half[h] = largest<QK_LANES>(half[h]);
+      half[h] = over_threads<Largest, QK_LANES>(half[h]);
       const int of = QK_ROWS > 64 ? row / 64 : h;
       if (lane == 0) atomicMax(&peaks[of][thread_group], __float_as_int(half[h]));
     }
@@ -371,20 +383,21 @@ __device__ __forceinline__ void quantise_k(const void* data, const Strides& s, c
       out.scale[first_row / 16 + threadIdx.x] = at_most(scale, MOST_K_SCALE);
     }
 #pragma unroll
-    for (int p = 0; p < QK_PASSES; p++)
-      amax[p] = peak(QK_ROWS > 64 ? row / 64 : p * QK_ROWS / 64, thread_group);
+    for (int h = 0; h < HALVES; h++)
+      inverse[h] = scaling(peak(QK_ROWS > 64 ? row / 64 : h, thread_group), MOST_INT8).inverse;
   }
 #pragma unroll
   for (int p = 0; p < QK_PASSES; p++) {
-    const Scaling k = scaling(amax[p], MOST_INT8);
     const int r = p * QK_ROWS + row;
-    if (K_GROUPS == 0 && lane == 0) out.scale[first_row + r] = at_most(k.scale, MOST_K_SCALE);
+    const float by = K_GROUPS == 0
+                         ? __shfl_sync(0xFFFFFFFF, inverse[0], p * SHARE, QK_LANES)
+                         : inverse[HALVES == 1 ? 0 : p * QK_ROWS / 64];
     uint2 codes = {0, 0};
     if (valid >> p & 1) {
       codes.x = int8x4(x[p][0] - mean[0], x[p][1] - mean[1], x[p][2] - mean[2], x[p][3] - mean[3],
-                       k.inverse);
+                       by);
       codes.y = int8x4(x[p][4] - mean[4], x[p][5] - mean[5], x[p][6] - mean[6], x[p][7] - mean[7],
-                       k.inverse);
+                       by);
     }
     if (lane * 8 < DP) *(uint2*)(out.codes + (first_row + r) * DP + lane * 8) = codes;
   }

@@ -53,8 +53,9 @@ __device__ __forceinline__ u64 evict_normal() {
   return policy;
 }
 
+// Volatile, or the compiler moves loads behind `wait_for_front`.
 __device__ __forceinline__ void load16(u32* to, const void* from, u64 policy) {
-  asm("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
+  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
       : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
       : "l"(from), "l"(policy));
 }
