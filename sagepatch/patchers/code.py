@@ -1,5 +1,6 @@
 """What a module's forward does, read from its code object: whether it calls SDPA, takes a softmax
-itself or asks for an attention function by name. Runs nothing and knows no framework.
+itself, asks for an attention function by name or weighs values in some other way. Runs nothing and
+knows no framework.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch.nn.functional as F
 
 # How deep to follow functions and methods of the same file: forward -> _attn -> compute.
 _DEPTH = 3
+# Ways to weigh values without a softmax that code shows: products, and kernels behind autograd.
+_PRODUCTS = frozenset({"matmul", "bmm", "einsum", "apply"})
 
 
 def calls_sdpa(owner: type) -> bool:
@@ -33,7 +36,25 @@ def takes_softmax(owner: type) -> bool:
 
 def uses_attention_interface(owner: type) -> bool:
     """Whether the forward of a module class asks for its attention function by configured name."""
-    return any(name == "get_interface" for _, name in _reached(owner, depth=1))
+    names = {name for _, name in _reached(owner, depth=1)}
+    # By its method or by index; getattr(ALL_ATTENTION_FUNCTIONS, name, eager) only finds eager.
+    return "get_interface" in names or (
+        "ALL_ATTENTION_FUNCTIONS" in names and "getattr" not in names
+    )
+
+
+def calls(owner: type, function: str) -> bool:
+    """Whether the forward of a module class uses this name, itself or in a helper."""
+    return any(name == function for _, name in _reached(owner))
+
+
+def multiplies(owner: type) -> bool:
+    """Whether the forward of a module class multiplies tensors, samples or runs a kernel itself:
+    what an attention of its own kind does, and one that only calls another does not.
+    """
+    return any(
+        name in _PRODUCTS or _takes_product(function.__code__) for function, name in _reached(owner)
+    )
 
 
 def own_forward(owner: type) -> types.FunctionType | None:
@@ -83,6 +104,13 @@ def _function(value: Any) -> types.FunctionType | None:
         return None
     value = inspect.unwrap(value)
     return value if isinstance(value, types.FunctionType) else None
+
+
+def _takes_product(code: types.CodeType) -> bool:
+    return any(
+        instruction.opname == "BINARY_OP" and instruction.argrepr == "@"
+        for instruction in dis.get_instructions(code)
+    )
 
 
 def compares_implementation(owner: type) -> bool:

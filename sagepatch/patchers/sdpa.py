@@ -22,8 +22,10 @@ from sagepatch.functional import needs_grad, run
 from sagepatch.layer import PatchedLayer, SiteKind
 from sagepatch.patchers.carrier import ATTRIBUTE, Carrier, count_elsewhere
 from sagepatch.patchers.code import (
+    calls,
     calls_sdpa,
     compares_implementation,
+    multiplies,
     takes_softmax,
     uses_attention_interface,
 )
@@ -150,13 +152,25 @@ def _why_left(module: nn.Module) -> str | None:
     if uses_attention_interface(owner):
         return None
     if not calls_sdpa(owner):
-        by_hand = named_attention(module) and takes_softmax(owner)
-        return f"{owner.__name__} computes its softmax by hand" if by_hand else None
+        return _own_way(owner) if named_attention(module) else None
     if getattr(module, "fused_attn", True) is False:
         return "fused_attn is off, so it computes its softmax by hand"
     named = getattr(getattr(module, "config", None), "_attn_implementation", "sdpa")
     if named != "sdpa" and compares_implementation(owner):
         return f"it runs {named}; load the model with attn_implementation='sdpa' to patch it"
+    return None
+
+
+def _own_way(owner: type) -> str | None:
+    """How a class that is called attention computes it itself; None where it only calls another."""
+    if takes_softmax(owner):
+        return f"{owner.__name__} computes its softmax by hand"
+    if calls(owner, "multi_head_attention_forward"):
+        return f"{owner.__name__} calls torch's multi_head_attention_forward, a fused path"
+    if calls(owner, "_flash_attention_forward"):
+        return f"{owner.__name__} calls flash attention; load with attn_implementation='sdpa'"
+    if multiplies(owner):
+        return f"{owner.__name__} attends in a way of its own: no softmax, no call of SDPA"
     return None
 
 

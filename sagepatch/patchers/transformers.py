@@ -22,6 +22,7 @@ from sagepatch.patchers.transformers_attention import (
     PREVIOUS,
     eager_function,
     register,
+    unknown_terms,
 )
 
 
@@ -133,14 +134,18 @@ def _why_left(module: nn.Module, branching: set[int]) -> str | None:
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "_attn_implementation"):
         return f"{type(module).__name__} has no config that names its attention function"
-    if eager_function(type(module)) is None:
+    named = config._attn_implementation
+    over_sdpa = PREVIOUS.get(named, named) == "sdpa"
+    if not over_sdpa and eager_function(type(module)) is None:
         return f"{type(module).__name__} names no eager attention to fall back on"
+    unknown = unknown_terms(type(module))
+    if unknown:
+        return f"its attention takes {', '.join(unknown)}, which no kernel here knows"
     if id(config) in branching:
         return (
             "its sparse or special masks are built only under the names 'eager' and 'sdpa', "
             "another name would lose them"
         )
-    named = config._attn_implementation
     if named not in ("sdpa", "eager", None, *PREVIOUS):
         return (
             f"it runs {named}, which takes other masks; "

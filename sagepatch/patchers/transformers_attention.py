@@ -4,6 +4,7 @@ those that only share a config with one. Knows no model family; imports transfor
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from functools import cache
@@ -30,6 +31,17 @@ PREVIOUS: dict[str, str] = {OVER_SDPA: "sdpa", OVER_SDPA_MASKED: "sdpa", OVER_EA
 DROPOUT = "training: dropout needs the original call"
 MAP_WANTED = "output_attentions: the model's own eager attention gave the map"
 EXTRA_TERMS = ("sinks", "indices", "block_indices")
+# What an eager attention function may take by name: what a call of ours can mean, what sends a call
+# back to the original, and what the mask says already.
+_KNOWN = frozenset(
+    {
+        "module",
+        *("query", "key", "value", "query_states", "key_states", "value_states"),
+        *("attention_mask", "scaling", "dropout", "is_causal", "sliding_window"),
+        *("position_bias", "softcap", "s_aux", *EXTRA_TERMS),
+        *("output_attentions", "position_ids", "kwargs"),
+    }
+)
 UNLIKE = "shapes that only the original function can serve"
 
 Result = tuple[Tensor, Tensor | None]
@@ -144,6 +156,12 @@ def eager_function(owner: type) -> Callable[..., Result] | None:
             found: Callable[..., Result] | None = forward.__globals__.get(name)
             return found
     return None
+
+
+def unknown_terms(owner: type) -> list[str]:
+    """Arguments of a class's eager attention that we give no meaning: terms we would lose."""
+    eager = eager_function(owner)
+    return [] if eager is None else sorted(inspect.signature(eager).parameters.keys() - _KNOWN)
 
 
 @cache
