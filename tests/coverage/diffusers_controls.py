@@ -33,6 +33,17 @@ CONTROLS = (
         },
         inputs.controlnet_union,
         Size(8, 8, text=7),
+        {
+            "block_out_channels": (320, 640, 1280),
+            "attention_head_dim": (5, 10, 20),
+            "use_linear_projection": True,
+            "transformer_layers_per_block": (1, 2, 10),
+            "cross_attention_dim": 2048,
+            "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+            "addition_embed_type": "text_time",
+            "addition_time_embed_dim": 256,
+            "projection_class_embeddings_input_dim": 2816,
+        },
     ),
     Family(
         "ControlNet-XS",
@@ -54,6 +65,7 @@ CONTROLS = (
         },
         inputs.controlnet_xs,
         Size(8, 8, text=7),
+        {},
     ),
     Family(
         "SparseCtrl",
@@ -69,6 +81,7 @@ CONTROLS = (
         },
         inputs.sparse_control,
         Size(8, 8, 2),
+        {"cross_attention_dim": 768},
     ),
     Family(
         "SD 3 ControlNet",

@@ -6,17 +6,19 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from diffusers_family import Family, Inputs, forward
-from models.patching import Patched, patch_all
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sagepatch.patchers.diffusers_processors import Route, way_of
 from sagepatch.patchers.model import Parts, search
 from sagepatch.patchers.site import Found, Site
+
+if TYPE_CHECKING:
+    from models.patching import Patched
 
 WAYS = {
     Route.DISPATCH: "dispatcher",
@@ -80,6 +82,8 @@ EXACT, SAFE, FAST = "sdpa.exact", "emulated.sage1_b_f32", "emulated.sage2_8"
 @functools.cache
 def row_of(family: Family) -> Row:
     """Build, run, patch with each variant, run, restore, run."""
+    from models.patching import patch_all
+
     model = family.built()
 
     def inputs() -> Inputs:

@@ -115,7 +115,7 @@ UNREACHED = {
     "HunyuanDiTAttentionPool": "calls torch's multi_head_attention_forward: one query",
     "IPAdapterTimeImageProjectionBlock": "computes its softmax by hand: a few image tokens, once",
     "LDMBertAttention": "computes its softmax by hand: a text encoder",
-    "LTX2AudioAttnBlock": "computes its softmax by hand: off in the published models",
+    "LTX2AudioAttnBlock": "computes its softmax by hand: off by default",
     "PerceiverAttention": "computes its softmax by hand: 32 queries",
     "PerceiverCrossAttention": "computes its softmax by hand: face embeddings",
     "ResidualAttentionBlock": "torch.nn.MultiheadAttention keeps its own fused path",
