@@ -17,9 +17,12 @@ pytest.importorskip("cuda.bindings.nvrtc")
 from sagepatch.backends.cuda import build
 from sagepatch.backends.cuda.launch import Layout
 from sagepatch.backends.cuda.prepass import (
+    MOST_CHUNKS,
     QUANTISE,
     STATISTICS,
     Codes,
+    _chunks,
+    divisor,
     instances,
     plan_of,
     prepare,
@@ -418,19 +421,22 @@ def test_every_head_size_compiles_without_spills(name, dim):
 
 
 @pytest.mark.parametrize("heads", [1, 8, 24, 60, 1000])
-@pytest.mark.parametrize("tokens", [1, 128, 129, 4608, 17776, 200_000])
-def test_chunks_cover_the_keys_once(heads, tokens):
-    call = make((1, 1, 1, 8, 8, 64, 64))
-    form = replace(form_of(call, RECIPES["sage2_8"]), q=(1, heads, 8, 64), k=(1, heads, tokens, 64))
-    plan = plan_of(form)
-    blocks = -(-tokens // PAD)
-    parts = plan.tensors["k_mean"][1][1]
-    assert parts == heads
-    from sagepatch.backends.cuda.prepass import MOST_CHUNKS, _chunks
+@pytest.mark.parametrize("blocks", [1, 3, 4, 5, 36, 139, 1563, 7813])
+def test_chunks_suit_the_layout_of_their_sums(heads, blocks):
+    chunks = _chunks(heads, blocks)
+    assert chunks == 1 or (chunks % 4 == 0 and chunks <= MOST_CHUNKS)
+    assert chunks <= blocks
 
-    chunks, per_chunk = _chunks(heads, blocks)
-    assert chunks <= MOST_CHUNKS
-    assert (chunks - 1) * per_chunk < blocks <= chunks * per_chunk
+
+@pytest.mark.parametrize("by", [1, 2, 3, 7, 24, 128, 641, 65535, 65536, 2**30 + 1, 2**31 - 1])
+def test_division_by_multiplication_is_exact(by):
+    _, multiplier, shift = divisor(by)
+    assert -(2**31) <= multiplier < 2**31
+    numbers = {0, 1, by - 1, by, by + 1, 2**31 - 1, (2**31 - 1) // by * by, 123456789}
+    for n in numbers | {max(0, (2**31 - 1) // by * by - 1)}:
+        if n < 2**31:
+            found = n * (multiplier % 2**32) >> (32 + shift) if multiplier else n
+            assert found == n // by, n
 
 
 @pytest.mark.parametrize(

@@ -38,11 +38,11 @@ constexpr bool WIDE = Q_TYPE == FP32 || K_TYPE == FP32 || V_TYPE == FP32;
 constexpr int RESIDENT = RESIDENT_THREADS / THREADS;
 constexpr bool SEEN = MASK == 1, PACKED = MASK == 2;
 
-// What both kernels are told.
+// What both kernels are told. Keys are summed in `chunks` parts of whole blocks: 1 part, or a
+// multiple of 4; at most `per_chunk` blocks each. `parts` is those of all heads.
 struct Sizes {
-  int q_heads, heads, members, q_len, kv_len, kv_pad;
-  // Keys are summed in `chunks` parts of `per_chunk` blocks (of a packed member: as many as it has).
-  int chunks, per_chunk;
+  int members, group, q_len, kv_len, kv_pad, per_chunk;
+  Divisor q_heads, heads, chunks, q_blocks, kv_blocks, parts;
 };
 
 struct Mask {
@@ -52,7 +52,12 @@ struct Mask {
   const int* kv_offsets;
 };
 
-__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__device__ __forceinline__ int blocks_of(int tokens) { return (tokens + ROWS - 1) / ROWS; }
+
+// The first block of a chunk: chunks differ by one block at most.
+__device__ __forceinline__ int chunk_start(int chunk, int blocks, const Sizes& n) {
+  return divide(chunk * blocks, n.chunks).quotient;
+}
 
 // Where the keys of block number `block` of a head come from. In a packed call `batch` is 0 and
 // `group` the member.
@@ -75,19 +80,20 @@ struct Keys {
     }
   }
 
+  // Whether row `row` of the block is a key that somebody sees.
   __device__ __forceinline__ bool has(const Mask& mask, int row) const {
-    const int key = first + row;
-    if (key < 0 || key >= length) return false;
-    if constexpr (SEEN) return mask.seen[batch * mask.batch + (i64)key * mask.token] != 0;
+    if constexpr (PACKED) return (u32)(first + row) < (u32)length;
+    if (row >= length - first) return false;
+    if constexpr (SEEN)
+      return mask.seen[batch * mask.batch + (i64)(first + row) * mask.token] != 0;
     return true;
   }
-
-  __device__ __forceinline__ i64 token(int row) const { return (i64)start + first + row; }
 };
 
 // ---- statistics
 
-// One chunk of one head: partial sums of K [DP] and the number of keys, or largest |V| [D8].
+// One chunk of one head: sums of K and the number of keys, or largest |V|. Channel c of `out` is at
+// c * chunks, so that the chunks of a channel are neighbours.
 template <int TYPE, int LANES, int CHANNELS, bool SUM>
 __device__ void reduce_chunk(const void* data, const Strides& s, const Mask& mask, const Sizes& n,
                              int group, int head, int chunk, float* out, float* count_out,
@@ -98,11 +104,11 @@ __device__ void reduce_chunk(const void* data, const Strides& s, const Mask& mas
   const int lane = threadIdx.x % LANES, row = threadIdx.x / LANES;
   Span span = {0, n.kv_len};
   if constexpr (PACKED) span = span_of(mask.kv_offsets, group, n.kv_len);
-  const int per = PACKED ? ceil_div(ceil_div(span.length, ROWS), n.chunks) : n.per_chunk;
-  const int begin = chunk * per * ROWS;
-  const int end = min(begin + per * ROWS, span.length);
-  const int batch = PACKED ? 0 : group;
-  const void* base = head_at<TYPE>(data, s, batch, head);
+  const int blocks = blocks_of(span.length), batch = PACKED ? 0 : group;
+  const int begin = chunk_start(chunk, blocks, n) * ROWS;
+  const int limit = chunk_start(chunk + 1, blocks, n) * ROWS, end = min(limit, span.length);
+  const char* at = token_at<TYPE>(data, s, batch, head, (i64)span.start + begin + row);
+  const i64 step = token_step<TYPE>(s) * STEP;
   const u64 policy = evict_normal();
   float total[8] = {};
   Peaks<TYPE> peaks;
@@ -123,10 +129,10 @@ __device__ void reduce_chunk(const void* data, const Strides& s, const Mask& mas
         }
       }
       if (valid)
-        load_eight<TYPE>(x[i], token_at<TYPE>(base, s, (i64)span.start + key), s.channel, lane * 8,
-                         CHANNELS, policy);
+        load_eight<TYPE>(x[i], at, s.channel, lane * 8, CHANNELS, policy);
       else
         x[i].clear();
+      at += step;
     }
 #pragma unroll
     for (int i = 0; i < UNROLL; i++) {
@@ -165,8 +171,7 @@ __device__ void reduce_chunk(const void* data, const Strides& s, const Mask& mas
     }
     // One head writes the bits of its chunk of keys; a chunk is a multiple of a warp's 32 keys.
     if (head == 0) {
-      const int stop = min(begin + per * ROWS, n.kv_pad);
-      for (int key = begin + threadIdx.x; key < stop; key += THREADS) {
+      for (int key = begin + threadIdx.x; key < limit; key += THREADS) {
         const bool seen =
             key < n.kv_len && mask.seen[batch * mask.batch + (i64)key * mask.token] != 0;
         const u32 word = __ballot_sync(0xFFFFFFFF, seen);
@@ -179,26 +184,35 @@ __device__ void reduce_chunk(const void* data, const Strides& s, const Mask& mas
     float value = partial[0][c];
     for (int w = 1; w < WARPS; w++)
       value = SUM ? value + partial[w][c] : larger(value, partial[w][c]);
-    out[c] = value;
+    out[c * n.chunks.by] = value;
   }
 }
 
 // ---- codes of Q
 
+// All chunks of a channel, in order.
+template <class OP>
+__device__ __forceinline__ float over_chunks(const float* at, int chunks) {
+  if (chunks == 1) return *at;
+  float all = 0.f;
+#pragma unroll 2
+  for (int chunk = 0; chunk < chunks; chunk += 4) {
+    const float4 four = *reinterpret_cast<const float4*>(at + chunk);
+    all = OP::of(OP::of(OP::of(OP::of(all, four.x), four.y), four.z), four.w);
+  }
+  return all;
+}
+
 // The mean of K over what the chunks counted, into shared memory; zero from DP on.
-__device__ __forceinline__ void mean_of(const float* k_sum, const float* k_count, int chunks,
+__device__ __forceinline__ void mean_of(const float* k_sum, const float* k_count, const Sizes& n,
                                         i64 group_head, int length, float* mean) {
-  if (threadIdx.x < QK_LANES * 8) mean[threadIdx.x] = 0.f;
-  if (threadIdx.x < DP) {
-    float sum = 0.f, count = 0.f;
-    const float* at = k_sum + group_head * chunks * DP + threadIdx.x;
-#pragma unroll 4
-    for (int chunk = 0; chunk < chunks; chunk++) {
-      sum += at[chunk * DP];
-      if constexpr (SEEN) count += k_count[group_head * chunks + chunk];
-    }
-    if constexpr (!SEEN) count = length;
-    mean[threadIdx.x] = __fdiv_rn(sum, fmaxf(count, 1.f));
+  const int c = threadIdx.x, chunks = n.chunks.by;
+  if (c < QK_LANES * 8) mean[c] = 0.f;
+  if (c < DP) {
+    const float sum = over_chunks<Sum>(k_sum + (group_head * DP + c) * chunks, chunks);
+    float count = length;
+    if constexpr (SEEN) count = over_chunks<Sum>(k_count + group_head * chunks, chunks);
+    mean[c] = __fdiv_rn(sum, fmaxf(count, 1.f));
   }
 }
 
@@ -212,9 +226,9 @@ struct QOut {
 __device__ __forceinline__ void quantise_q(const void* data, const Strides& s, const Mask& mask,
                                            const Sizes& n, const QOut& out, int index,
                                            const float* k_sum, const float* k_count) {
-  const int blocks = PACKED ? n.q_len / ROWS + n.members : ceil_div(n.q_len, ROWS);
-  const int block = index % blocks, row_of_heads = index / blocks;
-  const int head = row_of_heads % n.q_heads, batch = row_of_heads / n.q_heads;
+  const Divided at_block = divide(index, n.q_blocks);
+  const int block = at_block.rest, row_of_heads = at_block.quotient;
+  const auto [batch, head] = divide(row_of_heads, n.q_heads);
   int group = batch, first = block * ROWS;
   Span span = {0, n.q_len};
   if constexpr (PACKED) {
@@ -223,26 +237,25 @@ __device__ __forceinline__ void quantise_q(const void* data, const Strides& s, c
     first = max(block - first_block(mask.q_offsets, group, ROWS), 0) * ROWS;
   }
   const int lane = threadIdx.x % QK_LANES, row = threadIdx.x / QK_LANES;
-  const void* base = head_at<Q_TYPE>(data, s, batch, head);
+  const char* at = token_at<Q_TYPE>(data, s, batch, head, (i64)span.start + first + row);
+  const i64 step = token_step<Q_TYPE>(s) * QK_ROWS;
   const u64 policy = evict_first();
   Eight<Q_TYPE> x[QK_PASSES];
 #pragma unroll
   for (int p = 0; p < QK_PASSES; p++) {
-    const int token = first + p * QK_ROWS + row;
-    if (token < span.length)
-      load_eight<Q_TYPE>(x[p], token_at<Q_TYPE>(base, s, (i64)span.start + token), s.channel,
-                         lane * 8, HEAD, policy);
+    if (p * QK_ROWS + row < span.length - first)
+      load_eight<Q_TYPE>(x[p], at, s.channel, lane * 8, HEAD, policy);
     else
       x[p].clear();
+    at += step;
   }
   float mean[8] = {};
   if constexpr (SHIFT) {
     __shared__ float means[QK_LANES * 8];
     wait_for_front();
-    const int kv_head = head / (n.q_heads / n.heads);
     int keys = n.kv_len;
     if constexpr (PACKED) keys = span_of(mask.kv_offsets, group, n.kv_len).length;
-    mean_of(k_sum, k_count, n.chunks, (i64)group * n.heads + kv_head, keys, means);
+    mean_of(k_sum, k_count, n, (i64)group * n.heads.by + head / n.group, keys, means);
     __syncthreads();
 #pragma unroll
     for (int c = 0; c < 8; c++) mean[c] = means[lane * 8 + c];
@@ -310,28 +323,29 @@ __device__ __forceinline__ void quantise_k(const void* data, const Strides& s, c
                                            int block, const float* k_sum, const float* k_count) {
   __shared__ float means[QK_LANES * 8];
   __shared__ int peaks[ROWS / 64][4];
-  const int head = row_of_heads % n.heads;
-  const Keys keys(mask, n, row_of_heads / n.heads, block);
+  const auto [item, head] = divide(row_of_heads, n.heads);
+  const Keys keys(mask, n, item, block);
   const int lane = threadIdx.x % QK_LANES, row = threadIdx.x / QK_LANES;
-  const void* base = head_at<K_TYPE>(data, s, keys.batch, head);
+  const char* at =
+      token_at<K_TYPE>(data, s, keys.batch, head, (i64)keys.start + keys.first + row);
+  const i64 step = token_step<K_TYPE>(s) * QK_ROWS;
   const u64 policy = evict_first();
   Eight<K_TYPE> x[QK_PASSES];
   u32 valid = 0;
 #pragma unroll
   for (int p = 0; p < QK_PASSES; p++) {
-    const int r = p * QK_ROWS + row;
-    if (keys.has(mask, r)) {
+    if (keys.has(mask, p * QK_ROWS + row)) {
       valid |= 1u << p;
-      load_eight<K_TYPE>(x[p], token_at<K_TYPE>(base, s, keys.token(r)), s.channel, lane * 8, HEAD,
-                         policy);
+      load_eight<K_TYPE>(x[p], at, s.channel, lane * 8, HEAD, policy);
     } else {
       x[p].clear();
     }
+    at += step;
   }
   if (threadIdx.x < ROWS / 16) peaks[threadIdx.x / 4][threadIdx.x % 4] = 0;
   wait_for_front();
-  const i64 group_head = (i64)keys.group * n.heads + head;
-  mean_of(k_sum, k_count, n.chunks, group_head, keys.length, means);
+  const i64 group_head = (i64)keys.group * n.heads.by + head;
+  mean_of(k_sum, k_count, n, group_head, keys.length, means);
   __syncthreads();
   if (keys.first == 0 && threadIdx.x < DP)
     out.mean[group_head * DP + threadIdx.x] = means[threadIdx.x];
@@ -416,34 +430,35 @@ __device__ __forceinline__ void quantise_v(const void* data, const Strides& s, c
   constexpr int WORDS = ROWS / 4;
   constexpr int PASSES = V_ROWS > WORDS ? 1 : WORDS / V_ROWS;
   __shared__ float inverses[V_LANES * 8];
-  const int head = row_of_heads % n.heads;
-  const Keys keys(mask, n, row_of_heads / n.heads, block);
+  const auto [item, head] = divide(row_of_heads, n.heads);
+  const Keys keys(mask, n, item, block);
   const int lane = threadIdx.x % V_LANES, row = threadIdx.x / V_LANES;
-  const void* base = head_at<V_TYPE>(data, s, keys.batch, head);
+  // Word w of 128 keys holds keys 2t, 2t + 1, 2t + 8, 2t + 9 of its 16, t = w mod 4. This thread
+  // makes words row, row + V_ROWS, and so on.
+  const int first_key = row / 4 * 16 + row % 4 * 2;
+  const auto key_of = [&](int p, int j) { return first_key + p * V_ROWS * 4 + j % 2 + j / 2 * 8; };
+  const char* at = token_at<V_TYPE>(data, s, keys.batch, head,
+                                    (i64)keys.start + keys.first + first_key);
+  const i64 step = token_step<V_TYPE>(s);
   const u64 policy = evict_first();
   Eight<V_TYPE> x[PASSES][4];
 #pragma unroll
   for (int p = 0; p < PASSES; p++)
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      // Word w of 128 keys holds keys 2t, 2t + 1, 2t + 8, 2t + 9 of its 16, t = w mod 4.
-      const int w = p * V_ROWS + row;
-      const int r = FP16_PV ? 4 * w + j : w / 4 * 16 + w % 4 * 2 + (j & 1) + 8 * (j >> 1);
-      if (w < WORDS && keys.has(mask, r))
-        load_eight<V_TYPE>(x[p][j], token_at<V_TYPE>(base, s, keys.token(r)), s.channel, lane * 8,
-                           V_HEAD, policy);
+      if (p * V_ROWS + row < WORDS && keys.has(mask, key_of(p, j)))
+        load_eight<V_TYPE>(x[p][j], at + (p * V_ROWS * 4 + j % 2 + j / 2 * 8) * step, s.channel,
+                           lane * 8, V_HEAD, policy);
       else
         x[p][j].clear();
     }
   wait_for_front();
-  const i64 group_head = (i64)keys.group * n.heads + head;
+  const i64 group_head = (i64)keys.group * n.heads.by + head;
   if (threadIdx.x < V_LANES * 8) {
     float amax = 0.f;
-    const float* at = v_peak + group_head * n.chunks * D8 + threadIdx.x;
-    if (threadIdx.x < D8) {
-#pragma unroll 4
-      for (int chunk = 0; chunk < n.chunks; chunk++) amax = larger(amax, at[chunk * D8]);
-    }
+    const int chunks = n.chunks.by;
+    if (threadIdx.x < D8)
+      amax = over_chunks<Largest>(v_peak + (group_head * D8 + threadIdx.x) * chunks, chunks);
     const Scaling v = FP16_PV ? power_scaling(amax, out.range) : scaling(amax, out.range);
     inverses[threadIdx.x] = v.inverse;
     if (keys.first == 0 && threadIdx.x < D8)
@@ -465,7 +480,7 @@ __device__ __forceinline__ void quantise_v(const void* data, const Strides& s, c
           return fp16x2(__fmul_rn(y[c], inverse[c]), __fmul_rn(y[c + 1], inverse[c + 1]));
         };
         if (w < WORDS && lane * 8 < D8)
-          *(uint4*)((unsigned short*)out.codes + (first_row + 4 * w + j) * D8 + lane * 8) =
+          *(uint4*)((unsigned short*)out.codes + (first_row + key_of(p, j)) * D8 + lane * 8) =
               make_uint4(two(0), two(2), two(4), two(6));
       }
   } else {
@@ -502,22 +517,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     statistics(const void* q, const void* k, const void* v, const Strides q_strides,
                const Strides k_strides, const Strides v_strides, const Mask mask, const Sizes n,
                const QOut q_out, float* k_sum, float* k_count, int* last_seen, float* v_peak,
-               u32* key_bits, int* counters, int groups) {
+               u32* key_bits, int* counters) {
   let_next_begin();
   if (blockIdx.x == 0 && threadIdx.x < 4) counters[threadIdx.x] = 0;
-  const int parts = groups * n.heads * n.chunks;
-  int index = blockIdx.x;
+  const int parts = n.parts.by, index = blockIdx.x;
   if (index < 2 * parts) {
-    const int part = index / 2, chunk = part % n.chunks, row = part / n.chunks;
-    const int head = row % n.heads, group = row / n.heads;
+    const auto [row, chunk] = divide(index / 2, n.chunks);
+    const auto [group, head] = divide(row, n.heads);
+    const i64 row_at = (i64)row * n.chunks.by;
     if (index % 2)
       reduce_chunk<V_TYPE, V_LANES, V_HEAD, false>(v, v_strides, mask, n, group, head, chunk,
-                                                   v_peak + (i64)part * D8, nullptr, nullptr,
+                                                   v_peak + row_at * D8 + chunk, nullptr, nullptr,
                                                    nullptr);
     else
       reduce_chunk<K_TYPE, QK_LANES, HEAD, true>(
-          k, k_strides, mask, n, group, head, chunk, k_sum + (i64)part * DP, k_count + part,
-          last_seen + group * n.chunks + chunk, key_bits);
+          k, k_strides, mask, n, group, head, chunk, k_sum + row_at * DP + chunk,
+          k_count + row_at + chunk, last_seen + group * n.chunks.by + chunk, key_bits);
   } else if constexpr (!SHIFT) {
     quantise_q(q, q_strides, mask, n, q_out, index - 2 * parts, nullptr, nullptr);
   }
@@ -528,39 +543,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
              const Strides k_strides, const Strides v_strides, const Mask mask, const Sizes n,
              const QOut q_out, const KOut k_out, const VOut v_out, const float* k_sum,
              const float* k_count, const int* last_seen, const float* v_peak, int* seen_len,
-             int batch) {
+             int rows) {
   let_next_begin();
   // Units of one block of K or V. What `statistics` read last comes first: the L2 still has it.
-  const int blocks = n.kv_pad / ROWS, rows = batch * n.heads;
-  const int parts = rows * n.chunks;
-  const int units = PACKED ? rows * blocks : parts * n.per_chunk;
-  if (blockIdx.x < 2 * units) {
-    const int unit = blockIdx.x / 2;
+  const int units = PACKED ? rows * n.kv_blocks.by : n.parts.by * n.per_chunk;
+  const int index = blockIdx.x;
+  if (index < 2 * units) {
     int row_of_heads, block;
     if constexpr (PACKED) {
-      row_of_heads = unit / blocks;
-      block = unit % blocks;
+      const Divided unit = divide(index / 2, n.kv_blocks);
+      row_of_heads = unit.quotient;
+      block = unit.rest;
     } else {
-      const int part = unit % parts;
-      row_of_heads = part / n.chunks;
-      block = part % n.chunks * n.per_chunk + n.per_chunk - 1 - unit / parts;
-      if (block >= blocks) return;
+      const auto [position, part] = divide(index / 2, n.parts);
+      const Divided of = divide(part, n.chunks);
+      row_of_heads = of.quotient;
+      block = chunk_start(of.rest + 1, n.kv_blocks.by, n) - 1 - position;
+      if (block < chunk_start(of.rest, n.kv_blocks.by, n)) return;
     }
-    if (blockIdx.x % 2) {
+    if (index % 2) {
       quantise_v(v, v_strides, mask, n, v_out, row_of_heads, block, v_peak);
     } else {
       quantise_k(k, k_strides, mask, n, k_out, row_of_heads, block, k_sum, k_count);
       if constexpr (SEEN) {
-        if (block == 0 && row_of_heads % n.heads == 0 && threadIdx.x == 0) {
-          const int item = row_of_heads / n.heads;
+        const auto [item, head] = divide(row_of_heads, n.heads);
+        if (block == 0 && head == 0 && threadIdx.x == 0) {
           int length = 0;
-          for (int chunk = 0; chunk < n.chunks; chunk++)
-            length = max(length, last_seen[item * n.chunks + chunk]);
+          for (int chunk = 0; chunk < n.chunks.by; chunk++)
+            length = max(length, last_seen[item * n.chunks.by + chunk]);
           seen_len[item] = length;
         }
       }
     }
   } else if constexpr (SHIFT) {
-    quantise_q(q, q_strides, mask, n, q_out, blockIdx.x - 2 * units, k_sum, k_count);
+    quantise_q(q, q_strides, mask, n, q_out, index - 2 * units, k_sum, k_count);
   }
 }

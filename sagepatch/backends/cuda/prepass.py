@@ -98,8 +98,8 @@ def prepare(call: Call, recipe: Recipe) -> Codes:
 
 # A pointer of the call, or an offset into the scratch memory; numbers are passed as they are.
 _FROM_CALL = ("q", "k", "v", "seen", "cu_q", "cu_k", "factor")
-_MAIN = "PPP{qqqq}{qqqq}{qqqq}{PqqPP}{iiiiiiii}{PPPf}"
-STATISTICS = _MAIN + "PPPPPPi"
+_MAIN = "PPP{qqqq}{qqqq}{qqqq}{PqqPP}{" + "i" * 24 + "}{PPPf}"
+STATISTICS = _MAIN + "PPPPPP"
 QUANTISE = _MAIN + "{PPP}{PPf}PPPPPi"
 # Of torch's allocator, and what TMA asks of a tensor: 16 bytes; whole lines for the rest.
 _ALIGNMENT = 256
@@ -129,7 +129,7 @@ class Plan:
         blocks = Skv // PAD + self.groups if packed else -(-Skv // PAD)
         self.kv_pad = blocks * PAD
         q_blocks = Sq // PAD + self.groups if packed else -(-Sq // PAD)
-        chunks, per_chunk = _chunks(self.groups * Hkv, -(-Skv // PAD))
+        chunks = _chunks(self.groups * Hkv, -(-Skv // PAD))
         key_scales = self.kv_pad if recipe.k_granularity == "token" else self.kv_pad // 16
         f32, i32 = torch.float32, torch.int32
         self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]] | None] = {
@@ -154,10 +154,10 @@ class Plan:
             "counters": (i32, (4,)),
         }
         working: dict[str, tuple[torch.dtype, tuple[int, ...]] | None] = {
-            "k_sum": (f32, (self.groups, Hkv, chunks, dp)),
+            "k_sum": (f32, (self.groups, Hkv, dp, chunks)),
             "k_count": (f32, (self.groups, Hkv, chunks)),
             "last_seen": (i32, (self.groups, chunks)),
-            "v_peak": (f32, (self.groups, Hkv, chunks, d8)),
+            "v_peak": (f32, (self.groups, Hkv, d8, chunks)),
         }
         self.offsets: dict[str, int] = {}
         at = 0
@@ -168,7 +168,7 @@ class Plan:
                 at += -(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         self.scratch_bytes = at
         q_work, k_work = B * Hq * q_blocks, B * Hkv * blocks
-        parts = self.groups * Hkv * chunks
+        parts, per_chunk = self.groups * Hkv * chunks, -(-blocks // chunks)
         units = k_work if packed else parts * per_chunk
         self.statistics_blocks = 2 * parts + (0 if form.shift else q_work)
         self.quantise_blocks = 2 * units + (q_work if form.shift else 0)
@@ -185,7 +185,8 @@ class Plan:
             *("q", "k", "v"),
             *(stride for strides in head_strides for stride in strides),
             *("seen", *(form.seen_strides or (0, 0)), "cu_q", "cu_k"),
-            *(Hq, Hkv, self.groups, Sq, Skv, self.kv_pad, chunks, per_chunk),
+            *(self.groups, Hq // Hkv, Sq, Skv, self.kv_pad, per_chunk),
+            *(n for by in (Hq, Hkv, chunks, q_blocks, blocks, parts) for n in divisor(by)),
             *("+q8", "+q_scale_log2", "+shift_log2", "factor"),
         ]
         values = "+vt8" if recipe.pv == "e4m3" else "+v16"
@@ -194,7 +195,6 @@ class Plan:
             [
                 *main,
                 *("+k_sum", "+k_count", "+last_seen", "+v_peak", "+key_bits", "+counters"),
-                self.groups,
             ],
         )
         self.quantise_fill = _filler(
@@ -203,7 +203,7 @@ class Plan:
                 *main,
                 *("+k8", "+k_scale", "+k_mean", values, "+v_scale", float(recipe.v_range)),
                 *("+k_sum", "+k_count", "+last_seen", "+v_peak", "+kv_len"),
-                B,
+                B * Hkv,
             ],
         )
 
@@ -276,13 +276,27 @@ def instances(target: str) -> tuple[Program, ...]:
     return tuple(found)
 
 
-def _chunks(heads: int, blocks: int) -> tuple[int, int]:
-    """Parts that the keys of one head are summed in, and blocks of keys a part. A pure function, so
+def _chunks(heads: int, blocks: int) -> int:
+    """Parts that the keys of one head are summed in: 1, or a multiple of 4. A pure function, so
     that sums repeat.
     """
-    wanted = min(MOST_CHUNKS, -(-STATISTICS_BLOCKS // (2 * heads)))
-    per_chunk = max(1, blocks // wanted, -(-blocks // MOST_CHUNKS))
-    return -(-blocks // per_chunk), per_chunk
+    wanted = -(-STATISTICS_BLOCKS // (2 * heads))
+    if wanted == 1 or blocks < 4:
+        return 1
+    return min(max(4, (wanted + 1) // 4 * 4), blocks // 4 * 4, MOST_CHUNKS)
+
+
+def divisor(by: int) -> tuple[int, int, int]:
+    """What the kernels divide a number n, 0 <= n < 2^31, by `by` with: (by, multiplier, shift), so
+    that n // by is n * multiplier >> (32 + shift); multiplier 0 where `by` is 1. As int32.
+
+    Granlund and Montgomery, Division by Invariant Integers using Multiplication (PLDI 1994).
+    """
+    if by == 1:
+        return 1, 0, 0
+    shift = (by - 1).bit_length() - 1
+    multiplier = -(-(1 << (32 + shift)) // by)
+    return by, multiplier - (1 << 32 if multiplier >= 1 << 31 else 0), shift
 
 
 Given = tuple[int | float, ...]

@@ -11,9 +11,28 @@ constexpr int FP16 = 0, BF16 = 1, FP32 = 2;
 constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
 constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }
 
+template <int TYPE>
+constexpr int SIZE_OF = TYPE == FP32 ? 4 : 2;
+
 struct Strides {
   i64 batch, head, token, channel;
 };
+
+// A number that is divided by often: n / by = (n * multiplier) >> (32 + shift) for 0 <= n < 2^31
+// (multiplier 0: by is 1).
+struct Divisor {
+  int by;
+  u32 multiplier, shift;
+};
+
+struct Divided {
+  int quotient, rest;
+};
+
+__device__ __forceinline__ Divided divide(int n, const Divisor& d) {
+  const int quotient = d.multiplier ? __umulhi(n, d.multiplier) >> d.shift : n;
+  return {quotient, n - quotient * d.by};
+}
 
 // Eight neighbouring channels of a token, as they lie in memory.
 template <int TYPE>
@@ -55,9 +74,10 @@ __device__ __forceinline__ u64 evict_normal() {
 
 // Volatile, or the compiler moves loads behind `wait_for_front`.
 __device__ __forceinline__ void load16(u32* to, const void* from, u64 policy) {
-  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
+  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
       : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-      : "l"(from), "l"(policy));
+      : "l"(from), "l"(policy)
+      : "memory");
 }
 
 __device__ __forceinline__ void store8(void* to, uint2 value, u64 policy) {
@@ -68,12 +88,11 @@ __device__ __forceinline__ void store8(void* to, uint2 value, u64 policy) {
 
 // Channels first..first + 7 of the token at `row`, those from `channels` on zero.
 template <int TYPE>
-__device__ __forceinline__ void load_eight(Eight<TYPE>& x, const void* row, i64 stride, int first,
+__device__ __forceinline__ void load_eight(Eight<TYPE>& x, const char* row, i64 stride, int first,
                                            int channels, u64 policy) {
-  constexpr int SIZE = TYPE == FP32 ? 4 : 2;
   if constexpr (VECTORS) {
     if (first < channels) {
-      const char* at = static_cast<const char*>(row) + first * SIZE;
+      const char* at = row + first * SIZE_OF<TYPE>;
       load16(x.word, at, policy);
       if constexpr (TYPE == FP32) load16(x.word + 4, at + 16, policy);
     } else {
@@ -85,9 +104,9 @@ __device__ __forceinline__ void load_eight(Eight<TYPE>& x, const void* row, i64 
     for (int i = 0; i < 8; i++) {
       if (first + i < channels) {
         if constexpr (TYPE == FP32) {
-          x.word[i] = static_cast<const u32*>(row)[(first + i) * stride];
+          x.word[i] = reinterpret_cast<const u32*>(row)[(first + i) * stride];
         } else {
-          const u32 half = static_cast<const unsigned short*>(row)[(first + i) * stride];
+          const u32 half = reinterpret_cast<const unsigned short*>(row)[(first + i) * stride];
           x.word[i / 2] |= half << (i % 2 * 16);
         }
       }
@@ -95,15 +114,17 @@ __device__ __forceinline__ void load_eight(Eight<TYPE>& x, const void* row, i64 
   }
 }
 
+// Where a token of a head lies, and how far its neighbour is, in bytes.
 template <int TYPE>
-__device__ __forceinline__ const void* head_at(const void* data, const Strides& s, i64 batch,
-                                               i64 head) {
-  return static_cast<const char*>(data) + (batch * s.batch + head * s.head) * (TYPE == FP32 ? 4 : 2);
+__device__ __forceinline__ const char* token_at(const void* data, const Strides& s, i64 batch,
+                                                i64 head, i64 token) {
+  const i64 element = batch * s.batch + head * s.head + token * s.token;
+  return static_cast<const char*>(data) + element * SIZE_OF<TYPE>;
 }
 
 template <int TYPE>
-__device__ __forceinline__ const void* token_at(const void* head, const Strides& s, i64 token) {
-  return static_cast<const char*>(head) + token * s.token * (TYPE == FP32 ? 4 : 2);
+__device__ __forceinline__ i64 token_step(const Strides& s) {
+  return s.token * SIZE_OF<TYPE>;
 }
 
 // ---- packed calls
