@@ -95,7 +95,10 @@ SHAPES = (
     Shape("cogvideox_2b", 2, 30, 17776, 64),
     Shape("hunyuan_33k", 1, 24, 32768, 128),
 )
-QUICK = ("sage2_8b_k128", "sage2_8", "sage2_8b", "sage2pp_8", "sage1_b", "sage1_b_f32", "sage1_t")
+QUICK = (
+    *("sage2_8b_k128", "sage2_8", "sage2_8b", "sage2pp_8", "sage2pp_8_d4"),
+    *("sage1_b", "sage1_b_f32", "sage1_t", "sage1_vb"),
+)
 ROWS_CHECKED = 256
 
 
@@ -118,6 +121,11 @@ def peers(call: Call, recipes: tuple[str, ...]) -> dict[str, Callable[[], Tensor
         half = [t.half() for t in (call.q, call.k, call.v)]
         causal = call.causal_offset is not None
         found["sageattention_1_0_6"] = lambda: sageattn(*half, is_causal=causal)
+    if find_spec("cudnn"):
+        try:
+            found["cudnn_fp8"] = CudnnFp8(call)
+        except Exception as error:  # noqa: BLE001  whatever cuDNN has against this shape
+            print(f"cudnn_fp8: left out, {type(error).__name__}: {str(error)[:200]}", flush=True)
     spec = call.spec()
     for variant in CATALOGUE:
         wanted = not recipes or variant.recipe.name in recipes
@@ -127,6 +135,80 @@ def peers(call: Call, recipes: tuple[str, ...]) -> dict[str, Callable[[], Tensor
             kernel = load(variant.entry)
             found[variant.name] = lambda k=kernel, r=variant.recipe: k(call, r)[0]
     return found
+
+
+class CudnnFp8:
+    """cuDNN's FP8 attention, E4M3 in and out: casting the inputs is the caller's, timed beside it."""
+
+    def __init__(self, call: Call) -> None:
+        import cudnn
+
+        self.call = call
+        self.quantise()
+        q, k, v = self.codes
+        kind = cudnn.data_type
+        handle = cudnn.create_handle()
+        cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+        graph = cudnn.pygraph(
+            io_data_type=kind.FP8_E4M3,
+            intermediate_data_type=kind.FLOAT,
+            compute_data_type=kind.FLOAT,
+            handle=handle,
+        )
+
+        def given(t: Tensor, data_type: Any) -> Any:
+            return graph.tensor(dim=list(t.shape), stride=list(t.stride()), data_type=data_type)
+
+        one = torch.ones(1, 1, 1, 1, device="cuda")
+        inputs = {name: given(t, kind.FP8_E4M3) for name, t in zip("qkv", (q, k, v), strict=True)}
+        names = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+        scales = {name: given(one, kind.FLOAT) for name in names}
+        out, _, amax_s, amax_o = graph.sdpa_fp8(
+            **inputs,
+            **scales,
+            is_inference=True,
+            attn_scale=call.scale,
+            use_causal_mask=call.causal_offset is not None,
+        )
+        self.out = torch.empty_like(q)
+        peaks = torch.zeros(2, 1, 1, 1, 1, device="cuda")
+        out.set_output(True).set_dim(list(q.shape)).set_stride(list(q.stride()))
+        out.set_data_type(kind.FP8_E4M3)
+        for amax in (amax_s, amax_o):
+            amax.set_output(True).set_dim([1, 1, 1, 1]).set_stride([1, 1, 1, 1])
+            amax.set_data_type(kind.FLOAT)
+        graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        given_scales = {
+            "descale_q": self.descale[0],
+            "descale_k": self.descale[1],
+            "descale_v": self.descale[2],
+            "descale_s": one / 448,
+            "scale_s": one * 448,
+            "scale_o": one * 448,
+        }
+        self.given = {scales[name]: value.view(1, 1, 1, 1) for name, value in given_scales.items()}
+        self.given |= dict(zip(inputs.values(), (q, k, v), strict=True))
+        self.given |= {out: self.out, amax_s: peaks[0], amax_o: peaks[1]}
+        self.workspace = torch.empty(
+            max(1, graph.get_workspace_size()), dtype=torch.uint8, device="cuda"
+        )
+        self.graph, self.handle = graph, handle
+
+    def quantise(self) -> None:
+        """One scale a tensor."""
+        self.codes, self.descale = [], []
+        for t in (self.call.q, self.call.k, self.call.v):
+            amax = t.abs().amax().float()
+            self.codes.append((t * (448 / amax)).to(torch.float8_e4m3fn))
+            self.descale.append(amax / 448)
+
+    def __call__(self) -> Tensor:
+        self.graph.execute(self.given, self.workspace, handle=self.handle)
+        return self.out
+
+    def result(self) -> Tensor:
+        """The output in its own units: scale_o is 448."""
+        return self().float() / 448
 
 
 def make(shape: Shape) -> Call:
@@ -153,12 +235,15 @@ def errors(call: Call, outs: dict[str, Tensor]) -> dict[str, tuple[float, float]
     return found
 
 
-def prepass_ms(call: Call, name: str) -> float | None:
-    """Time of the pre-pass of a Triton variant alone."""
+def prepass_ms(call: Call, name: str, run: Callable[[], Tensor]) -> float | None:
+    """Time of what comes before the attention kernel, alone: a pre-pass, or a peer's cast."""
+    bench = triton.testing.do_bench_cudagraph
+    if isinstance(run, CudnnFp8):
+        return float(bench(run.quantise, 20))
     recipe = next((v.recipe for v in CATALOGUE if v.name == name), None)
     if recipe is None or not name.startswith("triton."):
         return None
-    return float(triton.testing.do_bench(lambda: prepass.prepare(call, recipe, None), 5, 20))
+    return float(bench(lambda: prepass.prepare(call, recipe, None), 20))
 
 
 def shell(*command: str) -> str:
@@ -169,7 +254,9 @@ def shell(*command: str) -> str:
 def measure(shape: Shape, recipes: tuple[str, ...], rounds: int) -> list[dict[str, Any]]:
     call = make(shape)
     runs = peers(call, recipes)
-    outs = {name: run() for name, run in runs.items()}
+    outs = {
+        name: run.result() if isinstance(run, CudnnFp8) else run() for name, run in runs.items()
+    }
     found = errors(call, outs)
     del outs
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -188,7 +275,7 @@ def measure(shape: Shape, recipes: tuple[str, ...], rounds: int) -> list[dict[st
             continue
         ms = torch.tensor(times[name])
         p20, median, p80 = torch.quantile(ms, torch.tensor([0.2, 0.5, 0.8])).tolist()
-        before = prepass_ms(call, name)
+        before = prepass_ms(call, name, runs[name])
         rows.append(
             {
                 "shape": shape.name,
@@ -201,7 +288,7 @@ def measure(shape: Shape, recipes: tuple[str, ...], rounds: int) -> list[dict[st
                 "d": shape.dim,
                 "causal": shape.causal,
                 "mask": "none",
-                "dtype": "fp16" if name.startswith("sageattention") else "bf16",
+                "dtype": {"sageattention_1_0_6": "fp16", "cudnn_fp8": "e4m3"}.get(name, "bf16"),
                 "ms_median": f"{median:.4f}",
                 "ms_p20": f"{p20:.4f}",
                 "ms_p80": f"{p80:.4f}",

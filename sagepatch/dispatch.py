@@ -96,8 +96,11 @@ def select(
     request: Request,
     unusable: Unusable,
     catalogue: Sequence[Variant] = CATALOGUE,
+    prove: Unusable = lambda variant: None,
 ) -> Selection:
     """Choose the first candidate that nothing speaks against; "auto" ends at exact attention.
+
+    `prove` is asked of a candidate about to be chosen alone: it may compile and run the kernel.
 
     Raises `VariantRefused` with every reason where an explicit request cannot be met.
     """
@@ -112,9 +115,15 @@ def select(
                     *(Decision(d.variant, (reason,)) for d in decisions if d.variant is not SDPA),
                 ),
             )
-    for decision in decisions:
+    looked: list[Decision] = []
+    for place, decision in enumerate(decisions):
         if not decision.reasons:
-            return Selection(decision.variant, decisions)
+            disproof = prove(decision.variant)
+            if disproof is None:
+                return Selection(decision.variant, (*looked, *decisions[place:]))
+            decision = Decision(decision.variant, (disproof,))
+        looked.append(decision)
+    decisions = tuple(looked)
     raise VariantRefused(
         request.variant, [f"{d.variant.name}: {', '.join(d.reasons)}" for d in decisions]
     )

@@ -39,6 +39,12 @@ class MachineError(SagepatchError):
     exit_code = 3
 
 
+class KernelUnavailable(MachineError):
+    """A kernel that did not compile, or does not fit this GPU: found before its launch, so nothing
+    was written.
+    """
+
+
 class PlanError(SagepatchError):
     """A plan that does not fit: another model, an unknown site, a newer schema, a damaged file."""
 

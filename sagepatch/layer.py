@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from sagepatch.backends.catalogue import SDPA
+from sagepatch.backends.guard import DeviceGuard, Verdict, available
+from sagepatch.backends.selfcheck import failure
 from sagepatch.dispatch import Request, Unusable, select
 from sagepatch.errors import StrictFallback, VariantRefused
 from sagepatch.ledger import MOST_SPECS, Record
@@ -63,6 +65,7 @@ class PatchedLayer:
     demoted: str | None = None
     record: Record = field(default_factory=Record)
     handle: Tensor = field(init=False)
+    _guards: dict[torch.device, DeviceGuard] = field(default_factory=dict, repr=False)
     _chosen: dict[AttnSpec, tuple[Variant, str | None]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -104,6 +107,31 @@ class PatchedLayer:
                 "sagepatch: layer %s runs exact attention from now on: %s", self.name, reason
             )
 
+    def guard(self, device: torch.device) -> DeviceGuard | None:
+        """What guards this layer's kernels on a GPU without the host; None where nothing does, or
+        the host checks each call itself.
+        """
+        if self.policy.guard != "auto" or device.type != "cuda" or not available():
+            return None
+        found = self._guards.get(device)
+        if found is None:
+            found = self._guards[device] = DeviceGuard(device)
+        return found
+
+    def heed(self, verdict: Verdict | None, runs: str) -> None:
+        """Act on what a guard found of the kernel named `runs`: its output was not finite, and was
+        recomputed exactly.
+        """
+        if verdict == "kernel":
+            self.demote(f"{runs} gave a non-finite output on finite inputs")
+        elif verdict == "inputs":
+            self.record.note("inputs of this layer were not finite")
+
+    def ask_guards(self) -> None:
+        """Wait for the GPUs and act on what their guards have found."""
+        for guard in list(self._guards.values()):
+            self.heed(guard.settle(), self.runs)
+
     def choose(self, spec: AttnSpec) -> tuple[Variant, str | None]:
         """The kernel for a call of this layer, and why it is exact where the layer's own kernel
         cannot serve.
@@ -126,7 +154,7 @@ class PatchedLayer:
         if spec.q_len == 1 and (self.planned or not self.request.by_full_name):
             return SDPA, SHORT
         try:
-            return select(spec, self.request, self.unusable).variant, None
+            return select(spec, self.request, self.unusable, prove=failure).variant, None
         except VariantRefused as refused:
             if self.policy.strict:
                 raise StrictFallback(self.name, self.request.variant, refused.reasons) from None

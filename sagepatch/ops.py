@@ -11,7 +11,9 @@ from torch import Tensor
 
 from sagepatch.backends import load, unusable
 from sagepatch.backends.catalogue import SDPA
+from sagepatch.backends.selfcheck import failure
 from sagepatch.dispatch import Request, select
+from sagepatch.errors import KernelUnavailable, StrictFallback
 from sagepatch.layer import PatchedLayer, find_layer
 from sagepatch.numerics.recipe import RECIPES
 from sagepatch.spec import AttnSpec, Call
@@ -98,7 +100,7 @@ def chosen_for(spec: AttnSpec, variant: str) -> Variant:
     """The kernel for a call outside any layer; kept, as the trace costs more than a launch."""
     # On a CPU a recipe asked for by name can only mean its emulation.
     named_on_cpu = spec.device == "cpu" and variant in RECIPES
-    return select(spec, Request(variant, emulate=named_on_cpu), unusable).variant
+    return select(spec, Request(variant, emulate=named_on_cpu), unusable, prove=failure).variant
 
 
 def run_variant(variant: Variant, call: Call) -> tuple[Tensor, Tensor | None]:
@@ -124,8 +126,19 @@ def run_layer(layer: PatchedLayer, call: Call) -> tuple[Tensor, Tensor | None]:
     layer.record.ran(spec, variant.name)
     if fallback is not None:
         layer.record.fell_back(fallback)
+    guard = None if variant is SDPA else layer.guard(call.q.device)
     try:
+        if guard is not None:
+            out, lse = guard.run(variant, call)
+            layer.heed(guard.verdict(), variant.name)
+            return out, lse
         out, lse = run_variant(variant, call)
+    except KernelUnavailable as error:
+        if layer.policy.strict:
+            raise StrictFallback(layer.name, variant.name, (str(error),)) from error
+        layer.demote(str(error))
+        layer.record.fell_back(f"demoted: {error}")
+        return run_exact(call)
     except Exception as error:
         error.add_note(f"raised by {variant.name} in layer {layer.name} on {spec}")
         raise

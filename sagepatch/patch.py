@@ -85,6 +85,8 @@ class Patch:
 
     def plan(self) -> Plan:
         """The plan in force; layers that still calibrate are exact in it, and demoted ones too."""
+        for layer in self.layers:
+            layer.ask_guards()
         entries = tuple(self._entry(layer) for layer in self.layers)
         machine = self.machine
         return Plan(
@@ -118,6 +120,8 @@ class Patch:
         """The per-layer report as of now; prints itself, `.to_json()`, `.to_html()`, `.plot()`."""
         from sagepatch.report.model import report_of
 
+        for layer in self.layers:
+            layer.ask_guards()
         return report_of(
             parts=self.parts.label,
             layers=self.layers,

@@ -7,6 +7,7 @@ from typing import Any
 import sagepatch
 from sagepatch.backends import unusable
 from sagepatch.backends.catalogue import CATALOGUE
+from sagepatch.backends.selfcheck import last_failure
 from sagepatch.cli import options as o
 from sagepatch.cli.console import out, print_json, table, tell
 from sagepatch.env import Machine
@@ -67,6 +68,8 @@ def state(variant: Variant, machine: Machine) -> str:
     why_not = unusable(variant)
     if why_not is not None:
         return why_not
+    if (failed := last_failure(variant)) is not None:
+        return f"disabled: {failed}"
     if variant.withheld is not None:
         return f"withheld, by full name only: {variant.withheld}"
     if arch not in variant.ran_on:

@@ -5,11 +5,14 @@ dispatch's.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton.compiler import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sagepatch.backends.triton import exact as fallback
@@ -19,7 +22,7 @@ from sagepatch.backends.triton.masks import LiveTiles, live_tiles
 from sagepatch.backends.triton.prepass import INTERPRETED, Codes, prepare
 from sagepatch.backends.triton.primitives import LOG2E
 from sagepatch.backends.triton.tiles import PAD, Tile, one_piece, pick, pieces, v_pieces
-from sagepatch.errors import InvalidArgument
+from sagepatch.errors import InvalidArgument, KernelUnavailable
 from sagepatch.numerics.recipe import Recipe
 from sagepatch.spec import Call, arch_of, mask_kind
 
@@ -47,9 +50,7 @@ def run_guarded(call: Call, recipe: Recipe, flags: Tensor) -> tuple[Tensor, Tens
     [1] when the exact one is not either, that is when the inputs are to blame. The host may read
     them whenever it likes.
     """
-    out, lse = _run(call, recipe, flags)
-    fallback.run_where(flags, call, out, lse)
-    return out, lse
+    return _run(call, recipe, flags)
 
 
 def tile_of(call: Call, recipe: Recipe) -> Tile:
@@ -75,11 +76,15 @@ def _run(call: Call, recipe: Recipe, flags: Tensor | None) -> tuple[Tensor, Tens
         return out, lse
     if call.k.shape[2] == 0:
         return out.zero_(), None if lse is None else _lse_of_nothing(call, lse)
-    if call.q.device.type == "cuda" and call.q.device.index != torch.cuda.current_device():
-        with torch.cuda.device(call.q.device):
-            _launch(call, recipe, tile_of(call, recipe), out, lse, flags)
-    else:
-        _launch(call, recipe, tile_of(call, recipe), out, lse, flags)
+    elsewhere = call.q.device.type == "cuda" and call.q.device.index != torch.cuda.current_device()
+    tile = tile_of(call, recipe)
+    try:
+        with torch.cuda.device(call.q.device) if elsewhere else nullcontext():
+            _launch(call, recipe, tile, out, lse, flags)
+    except (CompilationError, OutOfResources, PTXASError) as error:
+        raise KernelUnavailable(
+            f"triton.{recipe.name} does not compile for this GPU and call ({tile}): {error}"
+        ) from error
     return out, lse
 
 
@@ -93,21 +98,24 @@ def _launch(
     call: Call, recipe: Recipe, tile: Tile, out: Tensor, lse: Tensor | None, flags: Tensor | None
 ) -> None:
     check(recipe)
-    simple = call.attn_mask is None and call.sinks is None and not call.packed and flags is None
-    if not simple:
+    if call.attn_mask is not None or call.sinks is not None or call.packed:
         live = live_tiles(call, tile.block_m, tile.block_n)
         codes = prepare(call, recipe, None if live is None else live.seen)
         attend(call, recipe, tile, codes, live, out, lse, flags)
+        if flags is not None:
+            fallback.run_where(flags, call, out, lse)
         return
-    key = _signature(call, recipe, tile)
-    tensors = {"q": call.q, "k": call.k, "v": call.v, "out": out, "lse": lse}
+    key = (*_signature(call, recipe, tile), flags is None)
+    tensors = {"q": call.q, "k": call.k, "v": call.v, "out": out, "lse": lse, "flags": flags}
     replay = _REPLAYS.get(key)
     if replay is not None:
         replay.run(call.q.device, tensors)
         return
     recording = Recording()
     codes = prepare(call, recipe, None, recording)
-    attend(call, recipe, tile, codes, None, out, lse, None, recording)
+    attend(call, recipe, tile, codes, None, out, lse, flags, recording)
+    if flags is not None:
+        fallback.run_where(flags, call, out, lse, recording)
     replay = replay_of(recording, tensors)
     if replay is not None:
         if len(_REPLAYS) >= MOST_REPLAYS:

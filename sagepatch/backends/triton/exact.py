@@ -5,11 +5,14 @@ guard runs behind a quantised kernel without asking the host.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagepatch.backends.triton.launching import Recording, launch
 from sagepatch.backends.triton.primitives import (
     LOG2E,
     mask_of,
@@ -160,12 +163,14 @@ def exact_where(
         empty = l == 0.0
         out = tl.where(empty[:, None], 0.0, acc / tl.where(empty, 1.0, l)[:, None])
         keep = inside[:, None] & (dv < DV)[None, :]
-        bad = tl.max(tl.max((keep & ~(tl.abs(out) < float("inf"))).to(tl.int32), 1), 0)
+        out = out.to(Out.dtype.element_ty)
+        infinite = ~(tl.abs(out.to(tl.float32)) < float("inf"))
+        bad = tl.max(tl.max((keep & infinite).to(tl.int32), 1), 0)
         tl.atomic_max(Flags + 1, bad, mask=bad != 0)
         out_at = Out + batch * stride_ob + head * stride_oh
         tl.store(
             out_at + q_token[:, None] * stride_os + dv[None, :],
-            out.to(Out.dtype.element_ty),
+            out,
             mask=keep,
         )
         if LSE:
@@ -175,7 +180,52 @@ def exact_where(
             tl.store(Lse + row_of_heads * total_q + q_token, lse, mask=inside)
 
 
-def run_where(flags: Tensor, call: Call, out: Tensor, lse: Tensor | None) -> None:
+@triton.jit
+def flag_non_finite(
+    Out,
+    Flags,
+    heads,
+    rows,
+    stride_b,
+    stride_h,
+    stride_s,
+    DV: tl.constexpr,
+    DVP2: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    blocks = tl.cdiv(rows, ROWS)
+    pid = tl.program_id(0)
+    row_of_heads = (pid // blocks).to(tl.int64)
+    row = pid % blocks * ROWS + tl.arange(0, ROWS)
+    dv = tl.arange(0, DVP2)
+    at = Out + row_of_heads // heads * stride_b + row_of_heads % heads * stride_h
+    keep = (row < rows)[:, None] & (dv < DV)[None, :]
+    x = tl.load(at + row.to(tl.int64)[:, None] * stride_s + dv[None, :], mask=keep, other=0.0)
+    bad = tl.max(tl.max((~(tl.abs(x.to(tl.float32)) < float("inf"))).to(tl.int32), 1), 0)
+    tl.atomic_max(Flags, bad, mask=bad != 0)
+
+
+def guard(flags: Tensor, call: Call, out: Tensor, lse: Tensor | None) -> None:
+    """Behind a kernel that raises no flag of its own: raise flags[0] where `out` is not finite, and
+    overwrite it as `run_where` does. Reads `out` once more.
+    """
+    B, Hq, Sq, Dv = out.shape
+    if out.numel() == 0:
+        return
+    with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
+        flag_non_finite[(B * Hq * -(-Sq // 64),)](
+            out, flags, Hq, Sq, *out.stride()[:3], DV=Dv, DVP2=triton.next_power_of_2(Dv), ROWS=64
+        )
+        run_where(flags, call, out, lse)
+
+
+def run_where(
+    flags: Tensor,
+    call: Call,
+    out: Tensor,
+    lse: Tensor | None,
+    recording: Recording | None = None,
+) -> None:
     """Overwrite `out` and `lse` with exact attention where flags[0] is up on the device.
 
     Accumulates in fp32 from the inputs as they are; flags[1] goes up when even that is not finite.
@@ -191,46 +241,52 @@ def run_where(flags: Tensor, call: Call, out: Tensor, lse: Tensor | None) -> Non
         mask = mask.expand(B, Hq, Sq, Skv)
     members = 1 if call.cu_seqlens_q is None else call.cu_seqlens_q.numel() - 1
     m_blocks = Sq // BLOCK_M + members if call.packed else -(-Sq // BLOCK_M)
-    launch = exact_where[(B * Hq * m_blocks,)]
     launch(
-        flags,
-        call.q,
-        call.k,
-        call.v,
-        mask,
-        call.sinks,
-        call.cu_seqlens_q,
-        call.cu_seqlens_kv,
-        out,
-        lse,
-        call.scale * LOG2E.value,
-        0.0 if call.softcap is None else call.softcap * LOG2E.value,
-        Hq,
-        Hq // Hkv,
-        members,
-        Sq,
-        Skv,
-        m_blocks,
-        *call.q.stride(),
-        *call.k.stride(),
-        *call.v.stride(),
-        *out.stride()[:3],
-        *((0, 0, 0, 0) if mask is None else mask.stride()),
-        call.causal_offset or 0,
-        call.window or 0,
-        MASK=kind,
-        CAUSAL=call.causal_offset is not None,
-        WINDOW=call.causal_offset is not None and call.window is not None,
-        SOFTCAP=call.softcap is not None,
-        SINKS=call.sinks is not None,
-        PACKED=call.packed,
-        LSE=lse is not None,
-        D=D,
-        DV=Dv,
-        DP2=max(16, triton.next_power_of_2(D)),
-        DVP2=max(16, triton.next_power_of_2(Dv)),
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
+        exact_where,
+        B * Hq * m_blocks,
+        (
+            flags,
+            call.q,
+            call.k,
+            call.v,
+            mask,
+            call.sinks,
+            call.cu_seqlens_q,
+            call.cu_seqlens_kv,
+            out,
+            lse,
+            call.scale * LOG2E.value,
+            0.0 if call.softcap is None else call.softcap * LOG2E.value,
+            Hq,
+            Hq // Hkv,
+            members,
+            Sq,
+            Skv,
+            m_blocks,
+            *call.q.stride(),
+            *call.k.stride(),
+            *call.v.stride(),
+            *out.stride()[:3],
+            *((0, 0, 0, 0) if mask is None else mask.stride()),
+            call.causal_offset or 0,
+            call.window or 0,
+        ),
+        {
+            "MASK": kind,
+            "CAUSAL": call.causal_offset is not None,
+            "WINDOW": call.causal_offset is not None and call.window is not None,
+            "SOFTCAP": call.softcap is not None,
+            "SINKS": call.sinks is not None,
+            "PACKED": call.packed,
+            "LSE": lse is not None,
+            "D": D,
+            "DV": Dv,
+            "DP2": max(16, triton.next_power_of_2(D)),
+            "DVP2": max(16, triton.next_power_of_2(Dv)),
+            "BLOCK_M": BLOCK_M,
+            "BLOCK_N": BLOCK_N,
+        },
+        recording,
         num_warps=4,
         num_stages=1,
     )

@@ -14,12 +14,15 @@ from sagepatch.backends.triton.tile import add_tile
 def _store(Out, acc, dv, rows, inside, stride_os, v_scale_at, inverse, empty, Flags, DV, GUARD):
     scale = tl.load(v_scale_at + dv)
     out = tl.where(empty[:, None], 0.0, acc * inverse[:, None] * scale[None, :])
+    # After the cast: what fp32 holds may be infinite in FP16.
+    out = out.to(Out.dtype.element_ty)
     keep = inside[:, None] & (dv < DV)[None, :]
     if GUARD:
-        bad = tl.max(tl.max((keep & ~(tl.abs(out) < float("inf"))).to(tl.int32), 1), 0)
+        infinite = ~(tl.abs(out.to(tl.float32)) < float("inf"))
+        bad = tl.max(tl.max((keep & infinite).to(tl.int32), 1), 0)
         tl.atomic_max(Flags, bad, mask=bad != 0)
     at = Out + rows.to(tl.int64)[:, None] * stride_os + dv[None, :]
-    tl.store(at, out.to(Out.dtype.element_ty), mask=keep)
+    tl.store(at, out, mask=keep)
 
 
 @triton.jit

@@ -1,0 +1,94 @@
+"""The guard on a GPU: a quantised call whose output is not finite is recomputed exactly by the
+device itself; the host learns of it later, without waiting.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sagepatch.backends import load
+from sagepatch.spec import Call
+from sagepatch.variant import Variant
+
+# Whose fault a non-finite output was.
+Verdict = Literal["kernel", "inputs"]
+# The host asks after calls 1, 2, 4, ... and then every so many: a copy and an event cost as much as
+# a launch.
+ASK_EVERY = 64
+
+
+@cache
+def available() -> bool:
+    """Whether the device can guard itself: the exact kernel behind a flag is a Triton kernel."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@dataclass(eq=False)
+class DeviceGuard:
+    """The flags of one layer on one device, and the host's view of them.
+
+    `flags` [2] int32: [0] is 1 once a quantised output was not finite, and from then on every call
+    is recomputed exactly; [1] is 1 where the exact output was not finite either.
+    """
+
+    device: torch.device
+    flags: Tensor = field(init=False)
+    calls: int = 0
+    _copy: Tensor | None = None
+    _event: torch.cuda.Event | None = None
+
+    def __post_init__(self) -> None:
+        self.flags = torch.zeros(2, dtype=torch.int32, device=self.device)
+
+    def run(self, variant: Variant, call: Call) -> tuple[Tensor, Tensor | None]:
+        """Run one kernel on one call, and exact attention over it where it was not finite."""
+        if variant.toolchain == "triton":
+            from sagepatch.backends.triton.attention import run_guarded
+
+            return run_guarded(call, variant.recipe, self.flags)
+        from sagepatch.backends.triton.exact import guard
+
+        out, lse = load(variant.entry)(call, variant.recipe)
+        guard(self.flags, call, out, lse)
+        return out, lse
+
+    def verdict(self) -> Verdict | None:
+        """What the device has found so far, as far as the host can tell without waiting."""
+        self.calls += 1
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        if self._event is not None:
+            if not self._event.query():
+                return None
+            assert self._copy is not None
+            found = self._copy.tolist()
+            self._event = None
+            return self._told(found)
+        asked = self.calls % ASK_EVERY == 0 or self.calls & (self.calls - 1) == 0
+        if not asked:
+            return None
+        if self._copy is None:
+            self._copy = torch.zeros(2, dtype=torch.int32, pin_memory=True)
+        with torch.cuda.device(self.device):
+            self._copy.copy_(self.flags, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        return None
+
+    def settle(self) -> Verdict | None:
+        """What the device has found, after waiting for it."""
+        self._event = None
+        return self._told(self.flags.tolist())
+
+    def _told(self, found: list[int]) -> Verdict | None:
+        if not found[0]:
+            return None
+        # A layer whose inputs were to blame is quantised again with better ones.
+        self.flags.zero_()
+        return "inputs" if found[1] else "kernel"

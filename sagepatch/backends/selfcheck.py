@@ -1,0 +1,191 @@
+"""The first use of a kernel on a kind of GPU: a small call with a known answer, before the kernel
+may serve. The result is kept on disk by kernel, GPU and versions: a pass for good, a failure for
+`sagepatch info`, as the next process tries again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import tempfile
+import threading
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sagepatch.backends import load
+from sagepatch.env import PACKAGES, VERSION, cache_dir, installed, nvidia_driver
+from sagepatch.errors import MachineError
+from sagepatch.numerics.attention import emulate
+from sagepatch.numerics.metrics import compare
+from sagepatch.spec import Call
+from sagepatch.variant import Variant
+
+logger = logging.getLogger("sagepatch")
+
+# Two key tiles and a rest, two query tiles and a rest, grouped heads, causal with an offset.
+SHAPE = {"batch": 2, "q_heads": 4, "kv_heads": 2, "q_len": 130, "kv_len": 201, "head_dim": 64}
+# Beside the record's tolerance: the emulator sums in tiles of its own.
+SLACK = 0.02
+_LOCK = threading.RLock()
+# (kernel, GPU) -> why it failed, None where it passed.
+_RESULTS: dict[tuple[str, str], str | None] = {}
+
+
+def failure(variant: Variant) -> str | None:
+    """Why `variant` may not serve on the GPUs here, None where it may; runs the check on first use.
+
+    Kernels of CPUs are not checked. While a CUDA graph is captured nothing can be checked, and a
+    kernel not checked before may serve.
+    """
+    if variant.toolchain not in ("triton", "cuda", "cuda_mma") or not torch.cuda.is_available():
+        return None
+    for index in _each_kind():
+        found = _failure_on(variant, index)
+        if found is not None:
+            return found
+    return None
+
+
+def last_failure(variant: Variant) -> str | None:
+    """Why `variant` failed when it was last checked on a GPU of this machine; checks nothing."""
+    if variant.toolchain not in ("triton", "cuda", "cuda_mma") or not torch.cuda.is_available():
+        return None
+    for index in _each_kind():
+        gpu = torch.cuda.get_device_name(index)
+        found = _RESULTS.get((variant.name, gpu)) or _kept(_facts(variant, gpu))
+        if found:
+            return found
+    return None
+
+
+def _each_kind() -> list[int]:
+    """One device number of each kind of GPU."""
+    kinds: dict[str, int] = {}
+    for index in range(torch.cuda.device_count()):
+        kinds.setdefault(torch.cuda.get_device_name(index), index)
+    return list(kinds.values())
+
+
+def _failure_on(variant: Variant, index: int) -> str | None:
+    major, minor = torch.cuda.get_device_capability(index)
+    if variant.archs is not None and 10 * major + minor not in variant.archs:
+        return None
+    gpu = torch.cuda.get_device_name(index)
+    key = (variant.name, gpu)
+    with _LOCK:
+        if key in _RESULTS:
+            return _RESULTS[key]
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        facts = _facts(variant, gpu)
+        if _kept(facts) == "":
+            _RESULTS[key] = None
+            return None
+        _RESULTS[key] = why = _check(variant, index)
+        _keep(facts, why)
+        if why is not None:
+            logger.warning("sagepatch: %s is disabled on %s: %s", variant.name, gpu, why)
+        return why
+
+
+def known_call(device: torch.device) -> Call:
+    """The call with the known answer: keys with a common offset, lengths off every tile."""
+    gen = torch.Generator().manual_seed(20)
+    B, D = SHAPE["batch"], SHAPE["head_dim"]
+    q = torch.randn(B, SHAPE["q_heads"], SHAPE["q_len"], D, generator=gen)
+    k = torch.randn(B, SHAPE["kv_heads"], SHAPE["kv_len"], D, generator=gen)
+    v = torch.randn(B, SHAPE["kv_heads"], SHAPE["kv_len"], D, generator=gen)
+    k = k + 2 * torch.randn(D, generator=gen)
+    dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
+    q, k, v = (t.to(device, dtype) for t in (q, k, v))
+    offset = SHAPE["kv_len"] - SHAPE["q_len"]
+    return Call(q, k, v, D**-0.5, causal_offset=offset, return_lse=True)
+
+
+def verdict(variant: Variant, call: Call, out: Tensor, lse: Tensor | None) -> str | None:
+    """What is wrong with a kernel's answer to `call`, None where nothing is."""
+    expected, expected_lse = emulate(call, variant.recipe)
+    worst = compare(out.float(), expected.float()).worst
+    if not worst.finite:
+        return "known-answer check: the output is not finite or was not written everywhere"
+    least, most = variant.tolerance.cosine - SLACK / 10, variant.tolerance.rel_l1 + SLACK
+    if worst.cosine < least or worst.rel_l1 > most:
+        return (
+            f"known-answer check: cosine {worst.cosine:.4f} to the emulator, needs {least:.4f}; "
+            f"relative L1 {worst.rel_l1:.3f}, needs at most {most:.3f}"
+        )
+    assert expected_lse is not None
+    if lse is None or not bool(((lse - expected_lse).abs() < 3 * variant.tolerance.lse_abs).all()):
+        return "known-answer check: the log-sum-exp is off"
+    return None
+
+
+def _check(variant: Variant, index: int) -> str | None:
+    device = torch.device("cuda", index)
+    try:
+        with torch.cuda.device(device), torch.inference_mode():
+            call = known_call(device)
+            # The allocator hands these bytes out next.
+            torch.full((1 << 20,), float("nan"), device=device)
+            out, lse = load(variant.entry)(call, variant.recipe)
+            return verdict(variant, call, out, lse)
+    except Exception as error:  # noqa: BLE001  whatever a compiler or a driver raises
+        text = str(error).strip().splitlines()
+        return f"known-answer check: {type(error).__name__}: {text[0] if text else 'no message'}"
+
+
+def _facts(variant: Variant, gpu: str) -> dict[str, Any]:
+    return {
+        "kernel": variant.name,
+        "numerics": variant.numerics_version,
+        "gpu": gpu,
+        "driver": nvidia_driver(),
+        "sagepatch": VERSION,
+        "torch": torch.__version__,
+        "triton": installed(*PACKAGES["triton"]),
+    }
+
+
+def _file(facts: dict[str, Any]) -> Path | None:
+    try:
+        root = cache_dir()
+    except MachineError:
+        return None
+    if root is None:
+        return None
+    digest = sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return root / "checks" / f"{facts['kernel']}-{digest[:24]}.json"
+
+
+def _kept(facts: dict[str, Any]) -> str | None:
+    """The result of an earlier process: "" for a pass, why it failed, None where there is none."""
+    path = _file(facts)
+    if path is None:
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(found, dict):
+        return None
+    why = found.pop("failure", None)
+    return why if found == facts and isinstance(why, str) else None
+
+
+def _keep(facts: dict[str, Any], why: str | None) -> None:
+    path = _file(facts)
+    if path is None:
+        return
+    # A check that is not kept is made again: no reason to fail.
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, delete=False, encoding="utf-8"
+        ) as file:
+            json.dump({**facts, "failure": why or ""}, file)
+        Path(file.name).replace(path)
