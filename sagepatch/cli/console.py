@@ -96,6 +96,8 @@ def set_up_logging() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
         ours.addHandler(handler)
+        # A kernel that is compiled for the first time keeps a user waiting: say so.
+        logging.getLogger("sagepatch.compile").setLevel(logging.INFO)
 
 
 def quiet_libraries() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,3 +83,19 @@ def test_the_gpu_here_decides_without_all_archs(monkeypatch: pytest.MonkeyPatch)
     machine = Machine("Linux", "3.12", {}, None, gpus, ())
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls: machine))
     assert build.targets(all_archs=False) == ["sm_90a"]
+
+
+def test_a_compilation_in_passing_is_told_on_standard_error(tmp_path: Path) -> None:
+    code = f"""
+from sagepatch.backends.cuda.build import Program
+from sagepatch.backends.cuda.cache import kept
+from sagepatch.cli.console import set_up_logging
+set_up_logging()
+kept(Program("prepass.cu", {SMALL.defines!r}))
+"""
+    environment = {**os.environ, "SAGEPATCH_CACHE_DIR": str(tmp_path / "other")}
+    environment.pop("SAGEPATCH_LOG", None)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert ended.stderr.strip() == "compiling prepass.cu for sm_90a (once)"
