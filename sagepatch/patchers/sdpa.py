@@ -20,7 +20,7 @@ from torch.utils._device import DeviceContext
 
 from sagepatch.functional import needs_grad, run
 from sagepatch.layer import PatchedLayer, SiteKind
-from sagepatch.patchers.carrier import ATTRIBUTE, Carrier, count_elsewhere
+from sagepatch.patchers.carrier import ATTRIBUTE, Carrier, count_elsewhere, recomputed_later
 from sagepatch.patchers.code import (
     calls,
     calls_sdpa,
@@ -236,6 +236,9 @@ def _redirected(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return type(self).forward(self, *args, **kwargs)
     if carrier.handle is None:
         return carrier.inner(*args, **kwargs)
+    if recomputed_later(self):
+        count_elsewhere(carrier.handle, TRAINING)
+        return (carrier.inner or functools.partial(type(self).forward, self))(*args, **kwargs)
     with SdpaRedirect(carrier.handle):
         if carrier.inner is not None:
             return carrier.inner(*args, **kwargs)

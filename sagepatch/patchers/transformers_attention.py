@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sagepatch.errors import MachineError
 from sagepatch.functional import needs_grad, run
 from sagepatch.layer import find_layer
-from sagepatch.patchers.carrier import carried, count_elsewhere
+from sagepatch.patchers.carrier import carried, count_elsewhere, recomputed_later
 from sagepatch.patchers.code import own_forward
 from sagepatch.patchers.sdpa import TRAINING
 from sagepatch.spec import Call
@@ -101,7 +101,7 @@ def attend_over_sdpa(
                 )
                 return own
         result = _attend(
-            handle, query, key, value, attention_mask, dropout, scaling, causal, kwargs
+            module, handle, query, key, value, attention_mask, dropout, scaling, causal, kwargs
         )
         if result is not None:
             return result
@@ -136,7 +136,7 @@ def attend_over_eager(
             options = dict(kwargs)
             dropout, scaling = options.pop("dropout", 0.0), options.pop("scaling", None)
             result = _attend(
-                handle, query, key, value, attention_mask, dropout, scaling, False, options
+                module, handle, query, key, value, attention_mask, dropout, scaling, False, options
             )
             if result is not None:
                 return result
@@ -173,6 +173,7 @@ def _sdpa_function() -> Callable[..., Result]:
 
 
 def _attend(
+    module: nn.Module,
     handle: Tensor,
     query: Tensor,
     key: Tensor,
@@ -206,7 +207,7 @@ def _attend(
             sinks=sinks,
             bshd_out=True,
         )
-        if not needs_grad(call):
+        if not (needs_grad(call) or recomputed_later(module)):
             return run(call, handle=handle)[0].transpose(1, 2), None
         reason = TRAINING
     count_elsewhere(handle, reason)
