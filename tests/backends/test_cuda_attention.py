@@ -135,6 +135,28 @@ def test_lengths(recipe, dim, lengths):
     assert torch.equal(first, again)  # two runs agree to the bit
 
 
+SHARED = [
+    *((1, 2, 2, 128, 384), (2, 4, 2, 333, 700), (1, 1, 1, 1, 1), (1, 5, 5, 2000, 1111)),
+    *((1, 1, 1, 1000, 9111), (3, 20, 4, 1300, 800), (1, 40, 8, 900, 300)),
+]
+
+
+@pytest.mark.parametrize("shape", SHARED, ids=str)
+@dims
+@every_recipe
+def test_blocks_that_several_share(recipe, dim, shape, monkeypatch):
+    monkeypatch.setattr(attention, "splits", lambda *facts: True)
+    check(make((*shape, dim)), recipe)
+
+
+def test_when_blocks_are_shared():
+    assert attention.splits(864, 36, 132)  # 6.5 rounds
+    assert not attention.splits(4200, 32, 132)  # 31.8 rounds
+    assert not attention.splits(132, 10, 132)
+    assert not attention.splits(4, 10, 132)  # too little to share
+    assert attention.splits(40, 100, 132)
+
+
 @every_recipe
 def test_the_emulator_itself_is_as_near_as_other_tiles_allow(recipe):
     call = make((1, 2, 2, 500, 1300, 128))

@@ -9,8 +9,9 @@
 //   HALF_V      V is FP16, else E4M3                        HALF_T      T is FP16, else FP32
 //   ONES        row sums by the tensor core                 POLY        of 8 exp2, on the FMA pipe
 //   PINGPONG    warpgroups take turns (two of them)         IN_PLACE    P V adds to the output itself
+//   LATE_PACK   codes of P are made behind P V              PINNED      the softmax ends before it does
 //   CAUSAL, WINDOW, KEY_MASK, PACKED                        OUT_HALF    out is FP16, else BF16
-//   SHARED_BYTES                                            of a block, dynamic
+//   SPLIT       the last blocks of queries are shared       SHARED_BYTES  of a block, dynamic
 //
 // One tile of a warpgroup, in the order of issue: S(i) = Q K(i)^T; T = P(i-1) V(i-1); softmax of
 // S(i), which runs beside the second product; O = O alpha(i-1) + T. Scores of a thread: rows
@@ -85,10 +86,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
     const uint32_t* key_bits,   // [B, key_words]
     uint16_t* out,              // [B, Hq, Sq, VALUE_DIM] by strides of elements
     float* lse,                 // [B, Hq, Sq] or null
+    float* parts,               // with SPLIT: [grid, VALUE / 2 + 4, threads that compute]
+    int* ready,                 // [grid, WARPGROUPS], zeros
     long long out_stride_b, long long out_stride_h, long long out_stride_s,
-    int heads, int q_heads, int group, int q_len, int kv_len, int m_blocks, int blocks, int section,
-    int causal_offset, int window, int members, int k_blocks, int tiles, int key_words,
-    uint32_t zero) {  // 0, which the compiler must not know
+    int heads, int q_heads, int group, int q_len, int kv_len, int m_blocks, int whole, int section,
+    int causal_offset, int window, int members, int k_blocks, int tiles, int key_words, int share_tiles,
+    int share_rest, uint32_t zero) {  // 0, which the compiler must not know
   extern __shared__ __align__(1024) uint8_t shared[];  // a swizzle repeats every 1024 bytes
   const uint32_t q_at = shared_address(shared);
   const uint32_t k_at = q_at + Q_BYTES;
@@ -96,8 +99,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
   const uint32_t barriers = v_at + STAGES * V_BYTES;
   const uint32_t full_k = barriers, empty_k = full_k + 8 * STAGES, full_v = empty_k + 8 * STAGES,
                  empty_v = full_v + 8 * STAGES, full_q = empty_v + 8 * STAGES, empty_q = full_q + 8;
-  const Sizes sizes = {heads,  q_heads, group,         q_len,  kv_len, m_blocks,
-                       blocks, section, causal_offset, window, members};
+  const Sizes sizes = {heads,         q_heads, group,   q_len, kv_len,      m_blocks,  whole, section,
+                       causal_offset, window,  members, tiles, share_tiles, share_rest};
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
@@ -127,8 +130,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
     if (threadIdx.x == 0) {
       int stage = 0;
       uint32_t phase = 0, q_phase = 0;
-      for (int t = blockIdx.x; t < blocks; t += gridDim.x) {
-        const Work w = work_of(t, sizes, cu_q, cu_kv, tile_counts);
+      Share share;
+      for (Shares shares(sizes); shares.take(sizes, share);) {
+        Work w = work_of(share.t, sizes, cu_q, cu_kv, tile_counts);
+        restrict_to(w, share);
         if (w.count == 0) continue;
         wait(empty_q, q_phase ^ 1);
         q_phase ^= 1;
@@ -173,13 +178,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
   int stage = 0;
   uint32_t phase = 0, q_phase = 0;
 
-  for (int t = blockIdx.x; t < blocks; t += gridDim.x) {
+  Share share;
+  for (Shares shares(sizes); shares.take(sizes, share);) {
     float O[VALUE / 2];
     float m0 = LOWEST, m1 = LOWEST, l0 = 0.0f, l1 = 0.0f;
 #pragma unroll
     for (int e = 0; e < VALUE / 2; e++) O[e] = 0.0f;
 
-    const Work begun = work_of(t, sizes, cu_q, cu_kv, tile_counts);
+    Work begun = work_of(share.t, sizes, cu_q, cu_kv, tile_counts);
+    restrict_to(begun, share);
     if (begun.count > 0) {
       const Work w = begun;
       const int row = consumer * 64 + warp * 16 + (lane >> 2);  // and row + 8
@@ -305,7 +312,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
           if (!seen) S[e] = HIDDEN;
         }
       };
-      auto softmax = [&](auto masked, uint32_t (&codes)[CODES]) {
+      // Probabilities in the place of scores.
+      auto softmax = [&](auto masked) {
         constexpr bool MASKED = decltype(masked)::value;
         float top0 = m0, top1 = m1;
 #pragma unroll
@@ -354,21 +362,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
               r0 += p[4] + p[5];
               r1 += p[6] + p[7];
             }
-            const int at = (g * 8 + j) / 2;  // 16 keys
-            if constexpr (HALF_V) {
-              codes[at * 4 + 0] = pack_half(p[0], p[1]);
-              codes[at * 4 + 1] = pack_half(p[2], p[3]);
-              codes[at * 4 + 2] = pack_half(p[4], p[5]);
-              codes[at * 4 + 3] = pack_half(p[6], p[7]);
-            } else {
-              codes[at * 2 + 0] = pack_e4m3(p[0], p[1], p[4], p[5]);
-              codes[at * 2 + 1] = pack_e4m3(p[2], p[3], p[6], p[7]);
-            }
+#pragma unroll
+            for (int e = 0; e < 8; e++) S[g * 32 + j * 4 + e] = __float_as_int(p[e]);
           }
         }
         if constexpr (!ONES) {
           l0 = __fmaf_rn(l0, alpha0, r0);
           l1 = __fmaf_rn(l1, alpha1, r1);
+        }
+      };
+      auto pack = [&](uint32_t (&codes)[CODES]) {
+#pragma unroll
+        for (int at = 0; at < BLOCK_N / 16; at++) {
+          float p[8];
+#pragma unroll
+          for (int e = 0; e < 8; e++) p[e] = __int_as_float(S[at * 8 + e]);
+          if constexpr (HALF_V) {
+            codes[at * 4 + 0] = pack_half(p[0], p[1]);
+            codes[at * 4 + 1] = pack_half(p[2], p[3]);
+            codes[at * 4 + 2] = pack_half(p[4], p[5]);
+            codes[at * 4 + 3] = pack_half(p[6], p[7]);
+          } else {
+            codes[at * 2 + 0] = pack_e4m3(p[0], p[1], p[4], p[5]);
+            codes[at * 2 + 1] = pack_e4m3(p[2], p[3], p[6], p[7]);
+          }
         }
       };
       auto rescale = [&]() {
@@ -391,10 +408,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
         if (speaks) arrive(empty_k + 8 * stage);
         if (w.low > 0 || w.whole == 0) {
           hide(tile);
-          softmax(Flag<true>(), P);
+          softmax(Flag<true>());
         } else {
-          softmax(Flag<false>(), P);
+          softmax(Flag<false>());
         }
+        pack(P);
       }
       float next0 = 0.0f, next1 = 0.0f;  // alpha of the tile whose product is under way
 
@@ -417,8 +435,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
         hold(S);
         if (speaks) arrive(empty_k + 8 * stage);
         if constexpr (decltype(masked)::value) hide(tile);
+        softmax(masked);
+        // P is an operand until the wait: codes made before it go through an operation that the
+        // compiler cannot undo.
         uint32_t codes[CODES];
-        softmax(masked, codes);
+        if constexpr (!LATE_PACK) pack(codes);
+        if constexpr (PINNED) {
+          uint32_t all = 0;
+#pragma unroll
+          for (int e = 0; e < CODES; e++) all |= codes[e];
+          asm volatile("{.reg .pred p; setp.eq.u32 p, %1, 1; @p st.shared.b32 [%0], %2;}" ::"r"(barriers),
+                       "r"(zero), "r"(all)
+                       : "memory");
+        }
         mma_wait<0>();
         hold_sums();
         hold(P);
@@ -440,9 +469,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
           next0 = a0;
           next1 = a1;
         }
-        // Through an operation that the compiler cannot undo: P is an operand until here.
+        if constexpr (LATE_PACK) pack(P);
+        else
 #pragma unroll
-        for (int e = 0; e < CODES; e++) P[e] = codes[e] | zero;
+          for (int e = 0; e < CODES; e++) P[e] = codes[e] | zero;
       };
 
       int i = 1;
@@ -478,19 +508,65 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
     }
 
     // Where the block goes is worked out again rather than kept in registers through the loop.
-    int again = t;
+    int again = share.t;
     asm volatile("" : "+r"(again));
     const Work w = work_of(again, sizes, cu_q, cu_kv, tile_counts);
     int place = threadIdx.x;
     asm volatile("" : "+r"(place));
     const int row = consumer * 64 + (place & 127) / 32 * 16 + (place & 31) / 4;
+#if SPLIT
+    // Parts of a block of queries: whoever has its first tiles comes to them last, and finds there
+    // what the others have left in the place of their number.
+    const int me = consumer * 128 + (place & 127);
+    constexpr int PART = VALUE / 2 + 4;  // floats of a thread
+    if (share.from > 0) {
+      float* part = parts + (long long)blockIdx.x * PART * (WARPGROUPS * 128) + me;
+#pragma unroll
+      for (int e = 0; e < VALUE / 2; e++) part[e * (WARPGROUPS * 128)] = O[e];
+      part[(VALUE / 2) * (WARPGROUPS * 128)] = m0;
+      part[(VALUE / 2 + 1) * (WARPGROUPS * 128)] = m1;
+      part[(VALUE / 2 + 2) * (WARPGROUPS * 128)] = l0;
+      part[(VALUE / 2 + 3) * (WARPGROUPS * 128)] = l1;
+      __threadfence();
+      asm volatile("bar.sync %0, 128;" ::"r"(3 + consumer) : "memory");
+      if ((place & 127) == 0)
+        asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(ready + blockIdx.x * WARPGROUPS + consumer)
+                     : "memory");
+      continue;
+    }
+    if (share.to < ALL) {
+      const int end = (share.t - whole + 1) * tiles;
+      for (int b = blockIdx.x + 1; Shares::begin_of(sizes, b) < end; b++) {
+        int done;
+        do {
+          asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"
+                       : "=r"(done) : "l"(ready + b * WARPGROUPS + consumer) : "memory");
+        } while (!done);
+        const float* part = parts + (long long)b * PART * (WARPGROUPS * 128) + me;
+        const float n0 = __ldcg(part + (VALUE / 2) * (WARPGROUPS * 128));
+        const float n1 = __ldcg(part + (VALUE / 2 + 1) * (WARPGROUPS * 128));
+        const float top0 = fmaxf(m0, n0), top1 = fmaxf(m1, n1);
+        const float mine0 = exp2_mufu(m0 - top0), mine1 = exp2_mufu(m1 - top1);
+        const float other0 = exp2_mufu(n0 - top0), other1 = exp2_mufu(n1 - top1);
+        l0 = l0 * mine0 + other0 * __ldcg(part + (VALUE / 2 + 2) * (WARPGROUPS * 128));
+        l1 = l1 * mine1 + other1 * __ldcg(part + (VALUE / 2 + 3) * (WARPGROUPS * 128));
+        m0 = top0;
+        m1 = top1;
+#pragma unroll
+        for (int e = 0; e < VALUE / 2; e++)
+          O[e] = O[e] * (e & 2 ? mine1 : mine0) +
+                 (e & 2 ? other1 : other0) * __ldcg(part + e * (WARPGROUPS * 128));
+      }
+    }
+#endif
+
     // A row that sees no key gives 0, whatever V holds. V's scale comes last: a sum of many large
     // values may not fit before it is an average.
     const float* channel = v_scale + ((long long)w.member * (q_heads / group) +
                                       (w.head - w.batch * q_heads) / group) * VALUE + 2 * pair;
     uint16_t* to = out + w.batch * out_stride_b + (w.head - w.batch * q_heads) * out_stride_h +
                    (long long)(w.q_row + row) * out_stride_s + 2 * pair;
-    const float inverse0 = 1.0f / l0, inverse1 = 1.0f / l1;
+    const float inverse0 = __fdividef(1.0f, l0), inverse1 = __fdividef(1.0f, l1);
 #pragma unroll
     for (int j = 0; j < VALUE / 8; j++) {
       const float c0 = __ldg(channel + j * 8), c1 = __ldg(channel + j * 8 + 1);

@@ -24,7 +24,7 @@ MOST_STAGES = 4
 # Keys and values of heads that run together are to stay in the L2 cache (50 MB on an H100).
 SECTION_BYTES = 32 << 20
 # Parameters of `attention` and `key_tiles`, as launch.Layout spells them.
-SIGNATURE = "TTT" + "P" * 11 + "qqq" + "i" * 15
+SIGNATURE = "TTT" + "P" * 13 + "qqq" + "i" * 17
 KEY_TILES_SIGNATURE = "PPPii"
 KEY_TILES_THREADS = 1024
 
@@ -46,6 +46,8 @@ class Tile:
     polynomial: int = 0
     pingpong: bool = False
     in_place: bool = False
+    late_pack: bool = False
+    pinned: bool = False
 
     @property
     def block_m(self) -> int:
@@ -120,6 +122,7 @@ class Options:
     key_mask: bool = False
     packed: bool = False
     out_half: bool = False
+    split: bool = False
 
 
 def program(
@@ -154,11 +157,14 @@ def program(
         "POLY": tile.polynomial,
         "PINGPONG": int(tile.pingpong),
         "IN_PLACE": int(tile.in_place),
+        "LATE_PACK": int(tile.late_pack),
+        "PINNED": int(tile.pinned),
         "CAUSAL": int(options.causal),
         "WINDOW": int(options.window),
         "KEY_MASK": int(options.key_mask),
         "PACKED": int(options.packed),
         "OUT_HALF": int(options.out_half),
+        "SPLIT": int(options.split),
         "SHARED_BYTES": shared_bytes,
     }
     return Program("attention.cu", tuple(defines.items())), tile, shared_bytes
@@ -178,6 +184,15 @@ def _kernel(
 @cache
 def _processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def splits(blocks: int, tiles: int, processors: int) -> bool:
+    """Whether the last blocks of queries are dealt out by tiles of keys: where whole ones would
+    leave over 3 % of the GPU idle, and everybody gets enough tiles to pay for the putting together.
+    """
+    rounds = -(-blocks // processors)
+    idle = 1 - blocks / (rounds * processors)
+    return idle > 0.03 and blocks * tiles >= 8 * processors
 
 
 def run(call: Call, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
@@ -204,6 +219,13 @@ def attend(call: Call, recipe: Recipe, codes: Codes, out: Tensor, lse: Tensor | 
     Hkv, Skv, Dv = call.k.shape[1], call.k.shape[2], call.v.shape[3]
     device = call.q.device.index
     window = call.causal_offset is not None and call.window is not None
+    members = 1 if call.cu_seqlens_q is None else call.cu_seqlens_q.numel() - 1
+    block_m = pick(recipe, D, Dv).block_m
+    m_blocks = Sq // block_m + members if call.packed else -(-Sq // block_m)
+    blocks = B * Hq * m_blocks
+    processors = _processors(device)
+    plain = call.causal_offset is None and codes.key_bits is None and not call.packed
+    split = plain and splits(blocks, -(-Skv // pick(recipe, D, Dv).block_n), processors)
     kernel, tile, swizzle = _kernel(
         recipe,
         D,
@@ -214,11 +236,19 @@ def attend(call: Call, recipe: Recipe, codes: Codes, out: Tensor, lse: Tensor | 
             key_mask=codes.key_bits is not None,
             packed=call.packed,
             out_half=out.dtype == torch.float16,
+            split=split,
         ),
     )
-    members = 1 if call.cu_seqlens_q is None else call.cu_seqlens_q.numel() - 1
-    m_blocks = Sq // tile.block_m + members if call.packed else -(-Sq // tile.block_m)
-    blocks = B * Hq * m_blocks
+    grid = processors if split else min(blocks, processors)
+    tiles = -(-Skv // tile.block_n)
+    parts = ready = None
+    whole, share_tiles, share_rest = blocks, 0, 0
+    if split:
+        whole = max(0, blocks // grid - 1) * grid
+        share_tiles, share_rest = divmod((blocks - whole) * tiles, grid)
+        floats = grid * (-(-Dv // 8) * 4 + 4) * 128 * tile.warpgroups
+        parts = torch.empty(floats, dtype=torch.float32, device=call.q.device)
+        ready = torch.zeros(grid * tile.warpgroups, dtype=torch.int32, device=call.q.device)
     q8, k8 = codes.q8, codes.k8
     padded, Dp = k8.shape[2], k8.shape[3]
     q_map = _map(q8, (1, tile.block_m, swizzle), swizzle)
@@ -231,7 +261,6 @@ def attend(call: Call, recipe: Recipe, codes: Codes, out: Tensor, lse: Tensor | 
         assert codes.v16 is not None
         values = codes.v16
         v_map = _map(values, (1, tile.block_n, 64), 128)
-    tiles = -(-Skv // tile.block_n)
     listed = counts = None
     words = padded // 32
     if codes.key_bits is not None and call.causal_offset is None:
@@ -241,7 +270,7 @@ def attend(call: Call, recipe: Recipe, codes: Codes, out: Tensor, lse: Tensor | 
     section = min(B * Hq, group * max(1, SECTION_BYTES // head_bytes))
     kernel(
         device,
-        min(blocks, _processors(device)),
+        grid,
         q_map,
         k_map,
         v_map,
@@ -256,6 +285,8 @@ def attend(call: Call, recipe: Recipe, codes: Codes, out: Tensor, lse: Tensor | 
         0 if codes.key_bits is None else codes.key_bits.data_ptr(),
         out.data_ptr(),
         0 if lse is None else lse.data_ptr(),
+        0 if parts is None else parts.data_ptr(),
+        0 if ready is None else ready.data_ptr(),
         *out.stride()[:3],
         B * Hq,
         Hq,
@@ -263,7 +294,7 @@ def attend(call: Call, recipe: Recipe, codes: Codes, out: Tensor, lse: Tensor | 
         Sq,
         Skv,
         m_blocks,
-        blocks,
+        whole,
         section,
         call.causal_offset or 0,
         call.window or 0,
@@ -271,6 +302,8 @@ def attend(call: Call, recipe: Recipe, codes: Codes, out: Tensor, lse: Tensor | 
         padded // 64,
         tiles,
         words,
+        share_tiles,
+        share_rest,
         0,
     )
 

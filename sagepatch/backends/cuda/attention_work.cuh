@@ -8,9 +8,10 @@ constexpr bool TILE_LIST = KEY_MASK && !CAUSAL;
 struct Sizes {
   int heads, q_heads, group;  // batch * query heads; query heads; of them a key head
   int q_len, kv_len;          // totals in a packed call
-  int m_blocks, blocks;       // of a head; of all heads
+  int m_blocks, whole;        // blocks of queries: of a head; of all heads, less those dealt out
   int section;                // causal: heads that run together
   int causal_offset, window, members;
+  int tiles, share, share_rest;  // SPLIT: of a block; dealt to everybody; one more to so many
 };
 
 struct Work {
@@ -98,4 +99,49 @@ static __device__ __forceinline__ Work work_of(int t, const Sizes& s, const int*
 static __device__ __forceinline__ int tile_at(const Work& w, int i, const int* list, int tiles) {
   if constexpr (!TILE_LIST) return w.bottom + i;
   return __ldg(list + w.batch * tiles + (i < w.whole ? i : tiles - 1 - (i - w.whole)));
+}
+
+// A part of a block of queries: tiles `from` to `to` of it; `to` is open where all are meant.
+struct Share {
+  int t, from, to;
+};
+constexpr int ALL = 0x7FFFFFFF;
+
+// What a block of threads has to do, one share after another. With SPLIT the last blocks of queries,
+// which would leave most of the GPU idle, are dealt out by tiles: everybody gets as many (or one
+// more), beginning inside one block of queries and ending inside another. All have `tiles` tiles.
+struct Shares {
+  int next;       // whole blocks of queries: every gridDim.x-th, before `whole`
+  int unit, end;  // tiles of those dealt out
+
+  __device__ __forceinline__ explicit Shares(const Sizes& s)
+      : next(blockIdx.x), unit(begin_of(s, blockIdx.x)), end(begin_of(s, blockIdx.x + 1)) {}
+
+  // The first tile that block of threads `b` gets of those dealt out.
+  static __device__ __forceinline__ int begin_of(const Sizes& s, int b) {
+    return SPLIT ? b * s.share + min(b, s.share_rest) : 0;
+  }
+
+  __device__ __forceinline__ bool take(const Sizes& s, Share& share) {
+    if (next < s.whole) {
+      share = {next, 0, ALL};
+      next += gridDim.x;
+      return true;
+    }
+    if (!SPLIT || unit >= end) return false;
+    int block = unit / s.tiles;
+    int from = unit - block * s.tiles;
+    int to = min(s.tiles, from + end - unit);
+    share = {s.whole + block, from, to};
+    unit += to - from;
+    return true;
+  }
+};
+
+static __device__ __forceinline__ void restrict_to(Work& w, const Share& share) {
+  if constexpr (SPLIT) {
+    w.whole = max(0, min(w.whole, share.to) - share.from);
+    w.count = min(w.count, share.to) - share.from;
+    w.bottom = share.from;
+  }
 }
