@@ -177,7 +177,7 @@ def _own_way(owner: type) -> str | None:
 def named_attention(module: nn.Module) -> bool:
     """Whether the module's class says that it is attention."""
     name = type(module).__name__.lower()
-    return "attention" in name or "attn" in name
+    return any(word in name for word in ("attention", "attn", "mhsa", "gpsa", "shsa"))
 
 
 def kind_of(name: str, module: nn.Module) -> SiteKind:
@@ -190,16 +190,27 @@ def kind_of(name: str, module: nn.Module) -> SiteKind:
 
 
 def install(module: nn.Module, layer: PatchedLayer) -> Swap:
-    """Run the forward of this one instance inside `SdpaRedirect`, under hooks that came before."""
-    # accelerate's hooks keep the forward that they wrap in `_old_forward`: go under them, so that
-    # taking them off leaves us on.
-    slot = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
-    before = module.__dict__.get(slot)
-    plain = before is None or getattr(before, "__func__", None) is type(module).forward
-    carrier = Carrier(layer.handle, None if plain else before)
-    ours = types.MethodType(_redirected, module)
+    """Run the forward of this one instance inside `SdpaRedirect`, under hooks that came before.
+
+    A method of an earlier patch that is still there, be it under hooks that came later, serves the
+    new one: a second would lead back to it.
+    """
+    earlier = _method_of_ours(module)
+    if earlier is not None:
+        ours = earlier
+        left = module.__dict__.get(ATTRIBUTE)
+        before = None if left is None else left.inner
+        carrier = Carrier(layer.handle, before)
+    else:
+        # accelerate's hooks keep the forward that they wrap in `_old_forward`: go under them, so
+        # that taking them off leaves us on.
+        slot = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
+        before = module.__dict__.get(slot)
+        plain = before is None or getattr(before, "__func__", None) is type(module).forward
+        carrier = Carrier(layer.handle, None if plain else before)
+        ours = types.MethodType(_redirected, module)
+        setattr(module, slot, ours)
     setattr(module, ATTRIBUTE, carrier)
-    setattr(module, slot, ours)
 
     def undo() -> None:
         if module.__dict__.get(ATTRIBUTE) is not carrier:
@@ -239,22 +250,44 @@ def _redirected(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if recomputed_later(self):
         count_elsewhere(carrier.handle, TRAINING)
         return (carrier.inner or functools.partial(type(self).forward, self))(*args, **kwargs)
+    # Entered already: what the instance had as forward led back to an earlier method of ours.
+    plain = carrier.inner is None or _entered(carrier.handle)
     with SdpaRedirect(carrier.handle):
-        if carrier.inner is not None:
-            return carrier.inner(*args, **kwargs)
-        return type(self).forward(self, *args, **kwargs)
+        if plain:
+            return type(self).forward(self, *args, **kwargs)
+        return carrier.inner(*args, **kwargs)
 
 
 # A bound method pickles as getattr(instance, name): with this name a copy gets its class's forward.
 _redirected.__name__ = "forward"
 
 
+def _entered(handle: Tensor) -> bool:
+    return any(
+        isinstance(mode, SdpaRedirect) and mode.handle is handle
+        for mode in _get_current_function_mode_stack()
+    )
+
+
+def _method_of_ours(module: nn.Module) -> types.MethodType | None:
+    """The method that a patch once gave this instance, if a call of it still comes by there."""
+    # accelerate's wrapper calls what stands in `_old_forward`, whatever it says that it wraps.
+    slot = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
+    for layer in _wrapped(module.__dict__.get(slot)):
+        if isinstance(layer, types.MethodType) and layer.__func__ is _redirected:
+            return layer if layer.__self__ is module else None
+    return None
+
+
 def _reaches(forward: Any, ours: types.MethodType) -> bool:
+    return any(layer is ours for layer in _wrapped(forward))
+
+
+def _wrapped(forward: Any) -> Iterator[Any]:
+    """A forward and what it wraps, from outside in, as far as wrappers say."""
     while forward is not None:
-        if forward is ours:
-            return True
+        yield forward
         forward = getattr(forward, "__wrapped__", None)
-    return False
 
 
 def _agree(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
