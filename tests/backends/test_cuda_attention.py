@@ -146,7 +146,9 @@ SHARED = [
 @every_recipe
 def test_blocks_that_several_share(recipe, dim, shape, monkeypatch):
     monkeypatch.setattr(attention, "splits", lambda *facts: True)
+    attention.launch_of.cache_clear()
     check(make((*shape, dim)), recipe)
+    attention.launch_of.cache_clear()
 
 
 def test_when_blocks_are_shared():

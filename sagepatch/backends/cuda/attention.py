@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
 
 from sagepatch.backends.cuda.build import Program
 from sagepatch.backends.cuda.launch import Kernel, load, tensor_map
-from sagepatch.backends.cuda.prepass import Codes, prepare
+from sagepatch.backends.cuda.prepass import Codes, Plan, plan_of
+from sagepatch.backends.cuda.prepass_form import PAD, QK_PAD, V_PAD, form_of
 from sagepatch.errors import InvalidArgument
 from sagepatch.numerics.recipe import Recipe
 from sagepatch.spec import Call
@@ -27,6 +28,8 @@ SECTION_BYTES = 32 << 20
 SIGNATURE = "TTT" + "P" * 13 + "qqq" + "i" * 17
 KEY_TILES_SIGNATURE = "PPPii"
 KEY_TILES_THREADS = 1024
+# Sets of tensor maps that one launch remembers.
+MOST_MAPS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,15 +173,195 @@ def program(
     return Program("attention.cu", tuple(defines.items())), tile, shared_bytes
 
 
-@cache
-def _kernel(
-    recipe: Recipe, head_dim: int, v_head_dim: int, options: Options
-) -> tuple[Kernel, Tile, int]:
-    """The loaded kernel, its tile, and the bytes of a row of Q or K in shared memory."""
-    made, tile, shared_bytes = program(recipe, head_dim, v_head_dim, options)
-    kernel = load(made, "attention", SIGNATURE, threads=tile.threads, shared_bytes=shared_bytes)
-    head = -(-head_dim // 32) * 32
-    return kernel, tile, 32 if head <= 32 else 64 if head <= 64 else 128
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """Addresses of what the pre-pass leaves, 0 for what it does not; prepass.Codes says what is
+    there.
+    """
+
+    q8: int
+    k8: int
+    values: int  # vt8 or v16
+    q_scale_log2: int
+    k_scale: int
+    v_scale: int
+    shift_log2: int
+    key_bits: int
+
+    @classmethod
+    def of(cls, codes: Codes) -> Operands:
+        """The addresses of tensors."""
+        values = codes.vt8 if codes.vt8 is not None else codes.v16
+        tensors = (
+            *(codes.q8, codes.k8, values, codes.q_scale_log2, codes.k_scale, codes.v_scale),
+            *(codes.shift_log2, codes.key_bits),
+        )
+        return cls(*(0 if t is None else t.data_ptr() for t in tensors))
+
+    @classmethod
+    def at(cls, prepared: Plan, scratch: int) -> Operands:
+        """The addresses in the scratch memory that a plan of the pre-pass fills."""
+        offsets = prepared.offsets
+        names = (
+            *("q8", "k8", "vt8" if "vt8" in offsets else "v16", "q_scale_log2", "k_scale"),
+            *("v_scale", "shift_log2", "key_bits"),
+        )
+        return cls(*(scratch + offsets[name] if name in offsets else 0 for name in names))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """All of a call that its launch depends on, but for addresses."""
+
+    recipe: Recipe
+    device: int
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    v_head_dim: int
+    causal_offset: int | None
+    window: int | None
+    key_mask: bool
+    members: int | None
+    out_dtype: torch.dtype
+    out_strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, call: Call, recipe: Recipe, out: Tensor) -> Shape:
+        """What of `call` and its output decides."""
+        return cls(
+            recipe,
+            out.device.index,
+            tuple(call.q.shape),
+            tuple(call.k.shape),
+            call.v.shape[3],
+            call.causal_offset,
+            None if call.causal_offset is None else call.window,
+            call.attn_mask is not None,
+            None if call.cu_seqlens_q is None else call.cu_seqlens_q.numel() - 1,
+            out.dtype,
+            out.stride(),
+        )
+
+
+class Launch:
+    """How calls of one shape are launched: kernel, grid, arguments but for addresses."""
+
+    def __init__(self, shape: Shape) -> None:
+        recipe, causal_offset = shape.recipe, shape.causal_offset
+        B, Hq, Sq, D = shape.q
+        Hkv, Skv, Dv = shape.k[1], shape.k[2], shape.v_head_dim
+        tile = pick(recipe, D, Dv)
+        packed = shape.members is not None
+        members = shape.members or 1
+        m_blocks = Sq // tile.block_m + members if packed else -(-Sq // tile.block_m)
+        blocks = B * Hq * m_blocks
+        processors = _processors(shape.device)
+        self.tiles = -(-Skv // tile.block_n)
+        plain = causal_offset is None and not shape.key_mask and not packed
+        self.split = plain and splits(blocks, self.tiles, processors)
+        made, tile, shared_bytes = program(
+            recipe,
+            D,
+            Dv,
+            Options(
+                causal=causal_offset is not None,
+                window=shape.window is not None,
+                key_mask=shape.key_mask,
+                packed=packed,
+                out_half=shape.out_dtype == torch.float16,
+                split=self.split,
+            ),
+        )
+        self.shape, self.tile = shape, tile
+        self.kernel = load(
+            made, "attention", SIGNATURE, threads=tile.threads, shared_bytes=shared_bytes
+        )
+        self.key_tiles: Kernel | None = None
+        if shape.key_mask and causal_offset is None:
+            lists = Program("key_tiles.cu", (("BLOCK_N", tile.block_n),))
+            self.key_tiles = load(
+                lists, "key_tiles", KEY_TILES_SIGNATURE, threads=KEY_TILES_THREADS
+            )
+        self.grid = processors if self.split else min(blocks, processors)
+        whole, share, rest = blocks, 0, 0
+        if self.split:
+            whole = max(0, blocks // self.grid - 1) * self.grid
+            share, rest = divmod((blocks - whole) * self.tiles, self.grid)
+        padded = (Skv // PAD + members) * PAD if packed else -(-Skv // PAD) * PAD
+        self.words = padded // 32
+        head, value = -(-D // QK_PAD) * QK_PAD, -(-Dv // V_PAD) * V_PAD
+        half_v = recipe.pv == "fp16"
+        group = Hq // Hkv
+        section = group * max(1, SECTION_BYTES // (padded * (head + value * (1 + half_v))))
+        self.numbers = (
+            *shape.out_strides[:3],
+            *(B * Hq, Hq, group, Sq, Skv, m_blocks, whole, min(B * Hq, section)),
+            *(causal_offset or 0, shape.window or 0, members),
+            *(padded // 64, self.tiles, self.words, share, rest, 0),
+        )
+        self.part_floats = self.grid * (value // 2 + 4) * 128 * tile.warpgroups
+        # Tensor maps: dtype, shape, box, bytes of the swizzle.
+        swizzle = 32 if head <= 32 else 64 if head <= 64 else 128
+        keys = 64 if tile.block_n % 128 else 128
+        i8 = torch.int8
+        self.maps = (
+            (i8, (B * Hq, Sq, head), (1, tile.block_m, swizzle), swizzle),
+            (i8, (B * Hkv, padded, head), (1, tile.block_n, swizzle), swizzle),
+            (torch.float16, (B * Hkv, padded, value), (1, tile.block_n, 64), 128)
+            if half_v
+            else (torch.float8_e4m3fn, (B * Hkv, value, padded), (1, value, keys), keys),
+        )
+        self._encoded: dict[tuple[int, int, int], tuple[bytes, ...]] = {}
+
+    def __call__(self, call: Call, operands: Operands, out: Tensor, lse: Tensor | None) -> None:
+        """Launch on the current stream of the device of `out`, which must be the current one."""
+        device = self.shape.device
+        listed = counts = parts = ready = None
+        if self.key_tiles is not None:
+            B = self.shape.q[0]
+            listed = torch.empty((B, self.tiles), dtype=torch.int32, device=out.device)
+            counts = torch.empty((B, 2), dtype=torch.int32, device=out.device)
+            at = (operands.key_bits, listed.data_ptr(), counts.data_ptr())
+            self.key_tiles(device, B, *at, self.tiles, self.words)
+        if self.split:
+            parts = torch.empty(self.part_floats, dtype=torch.float32, device=out.device)
+            size = self.grid * self.tile.warpgroups
+            ready = torch.zeros(size, dtype=torch.int32, device=out.device)
+        self.kernel(
+            device,
+            self.grid,
+            *self._maps(operands),
+            operands.q_scale_log2,
+            operands.k_scale,
+            operands.v_scale,
+            operands.shift_log2,
+            *(
+                0 if t is None else t.data_ptr()
+                for t in (call.cu_seqlens_q, call.cu_seqlens_kv, listed, counts)
+            ),
+            operands.key_bits,
+            *(0 if t is None else t.data_ptr() for t in (out, lse, parts, ready)),
+            *self.numbers,
+        )
+
+    def _maps(self, operands: Operands) -> tuple[bytes, ...]:
+        """Tensor maps of Q, K and V, remembered: an allocator gives the same addresses again."""
+        key = (operands.q8, operands.k8, operands.values)
+        found = self._encoded.get(key)
+        if found is None:
+            if len(self._encoded) >= MOST_MAPS:
+                self._encoded.clear()
+            found = self._encoded[key] = tuple(
+                tensor_map(at, dtype, shape, (shape[1] * shape[2], shape[2]), box, swizzle, 256)
+                for at, (dtype, shape, box, swizzle) in zip(key, self.maps, strict=True)
+            )
+        return found
+
+
+@lru_cache(maxsize=1024)
+def launch_of(shape: Shape) -> Launch:
+    """The launch of a shape, remembered."""
+    return Launch(shape)
 
 
 @cache
@@ -208,128 +391,23 @@ def run(call: Call, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
         return out, lse
     if call.k.shape[2] == 0:
         return out.zero_(), None if lse is None else lse.fill_(-math.inf)
-    with torch.cuda.device(call.q.device):
-        attend(call, recipe, prepare(call, recipe), out, lse)
+    if out.device.index != torch.cuda.current_device():
+        with torch.cuda.device(out.device):
+            _run(call, recipe, out, lse)
+    else:
+        _run(call, recipe, out, lse)
     return out, lse
 
 
+def _run(call: Call, recipe: Recipe, out: Tensor, lse: Tensor | None) -> None:
+    launch = launch_of(Shape.of(call, recipe, out))
+    prepared = plan_of(form_of(call, recipe))
+    scratch = torch.empty(prepared.scratch_bytes, dtype=torch.uint8, device=out.device)
+    address = scratch.data_ptr()
+    prepared.launch(call, address)
+    launch(call, Operands.at(prepared, address), out, lse)
+
+
 def attend(call: Call, recipe: Recipe, codes: Codes, out: Tensor, lse: Tensor | None) -> None:
-    """Launch the attention over what the pre-pass left, into `out` and `lse`."""
-    B, Hq, Sq, D = call.q.shape
-    Hkv, Skv, Dv = call.k.shape[1], call.k.shape[2], call.v.shape[3]
-    device = call.q.device.index
-    window = call.causal_offset is not None and call.window is not None
-    members = 1 if call.cu_seqlens_q is None else call.cu_seqlens_q.numel() - 1
-    block_m = pick(recipe, D, Dv).block_m
-    m_blocks = Sq // block_m + members if call.packed else -(-Sq // block_m)
-    blocks = B * Hq * m_blocks
-    processors = _processors(device)
-    plain = call.causal_offset is None and codes.key_bits is None and not call.packed
-    split = plain and splits(blocks, -(-Skv // pick(recipe, D, Dv).block_n), processors)
-    kernel, tile, swizzle = _kernel(
-        recipe,
-        D,
-        Dv,
-        Options(
-            causal=call.causal_offset is not None,
-            window=window,
-            key_mask=codes.key_bits is not None,
-            packed=call.packed,
-            out_half=out.dtype == torch.float16,
-            split=split,
-        ),
-    )
-    grid = processors if split else min(blocks, processors)
-    tiles = -(-Skv // tile.block_n)
-    parts = ready = None
-    whole, share_tiles, share_rest = blocks, 0, 0
-    if split:
-        whole = max(0, blocks // grid - 1) * grid
-        share_tiles, share_rest = divmod((blocks - whole) * tiles, grid)
-        floats = grid * (-(-Dv // 8) * 4 + 4) * 128 * tile.warpgroups
-        parts = torch.empty(floats, dtype=torch.float32, device=call.q.device)
-        ready = torch.zeros(grid * tile.warpgroups, dtype=torch.int32, device=call.q.device)
-    q8, k8 = codes.q8, codes.k8
-    padded, Dp = k8.shape[2], k8.shape[3]
-    q_map = _map(q8, (1, tile.block_m, swizzle), swizzle)
-    k_map = _map(k8, (1, tile.block_n, swizzle), swizzle)
-    if codes.vt8 is not None:
-        values = codes.vt8
-        keys = 64 if tile.block_n % 128 else 128
-        v_map = _map(values, (1, values.shape[2], keys), keys)
-    else:
-        assert codes.v16 is not None
-        values = codes.v16
-        v_map = _map(values, (1, tile.block_n, 64), 128)
-    listed = counts = None
-    words = padded // 32
-    if codes.key_bits is not None and call.causal_offset is None:
-        listed, counts = _key_tiles(codes.key_bits, tile.block_n, tiles, words, device)
-    head_bytes = padded * (Dp + values.element_size() * (-(-Dv // 8) * 8))
-    group = Hq // Hkv
-    section = min(B * Hq, group * max(1, SECTION_BYTES // head_bytes))
-    kernel(
-        device,
-        grid,
-        q_map,
-        k_map,
-        v_map,
-        codes.q_scale_log2.data_ptr(),
-        codes.k_scale.data_ptr(),
-        codes.v_scale.data_ptr(),
-        0 if codes.shift_log2 is None else codes.shift_log2.data_ptr(),
-        0 if call.cu_seqlens_q is None else call.cu_seqlens_q.data_ptr(),
-        0 if call.cu_seqlens_kv is None else call.cu_seqlens_kv.data_ptr(),
-        0 if listed is None else listed.data_ptr(),
-        0 if counts is None else counts.data_ptr(),
-        0 if codes.key_bits is None else codes.key_bits.data_ptr(),
-        out.data_ptr(),
-        0 if lse is None else lse.data_ptr(),
-        0 if parts is None else parts.data_ptr(),
-        0 if ready is None else ready.data_ptr(),
-        *out.stride()[:3],
-        B * Hq,
-        Hq,
-        group,
-        Sq,
-        Skv,
-        m_blocks,
-        whole,
-        section,
-        call.causal_offset or 0,
-        call.window or 0,
-        members,
-        padded // 64,
-        tiles,
-        words,
-        share_tiles,
-        share_rest,
-        0,
-    )
-
-
-def _map(t: Tensor, box: tuple[int, int, int], swizzle: int) -> bytes:
-    """A tensor map of contiguous t [B, H, rows, columns] with the first two axes as one."""
-    B, H, rows, columns = t.shape
-    return tensor_map(
-        t.data_ptr(),
-        t.dtype,
-        (B * H, rows, columns),
-        (rows * columns, columns),
-        box,
-        swizzle,
-        256,
-    )
-
-
-def _key_tiles(
-    key_bits: Tensor, block_n: int, tiles: int, words: int, device: int
-) -> tuple[Tensor, Tensor]:
-    """Lists of whole and partial tiles [B, tiles], and how many of each [B, 2]."""
-    B = key_bits.shape[0]
-    made = Program("key_tiles.cu", (("BLOCK_N", block_n),))
-    kernel = load(made, "key_tiles", KEY_TILES_SIGNATURE, threads=KEY_TILES_THREADS)
-    listed = torch.empty((B, tiles), dtype=torch.int32, device=key_bits.device)
-    counts = torch.empty((B, 2), dtype=torch.int32, device=key_bits.device)
-    kernel(device, B, key_bits.data_ptr(), listed.data_ptr(), counts.data_ptr(), tiles, words)
-    return listed, counts
+    """Launch the attention over codes that are there already, into `out` and `lse`."""
+    launch_of(Shape.of(call, recipe, out))(call, Operands.of(codes), out, lse)
