@@ -17,9 +17,9 @@ pytest.importorskip("cuda.bindings.nvrtc")
 from sagepatch.backends.cuda import build
 from sagepatch.backends.cuda.launch import Layout
 from sagepatch.backends.cuda.prepass import (
+    KEYS_AND_VALUES,
     MOST_CHUNKS,
-    QUANTISE,
-    STATISTICS,
+    QUERIES,
     Codes,
     _chunks,
     divisor,
@@ -390,8 +390,8 @@ def test_signatures_are_those_of_the_machine_code():
     made = build.compile_program(instances("sm_90a")[0])
     sizes = {r.kernel: tuple(size for _, size in r.params) for r in made.resources}
     assert sizes == {
-        "statistics": Layout.of(STATISTICS).sizes,
-        "quantise": Layout.of(QUANTISE).sizes,
+        "queries": Layout.of(QUERIES).sizes,
+        "keys_and_values": Layout.of(KEYS_AND_VALUES).sizes,
     }
 
 
@@ -423,12 +423,11 @@ def test_every_head_size_compiles_without_spills(name, dim):
         assert [r.stack_bytes for r in made.resources] == [0, 0], (call.q.dtype, dim)
 
 
-@pytest.mark.parametrize("heads", [1, 8, 24, 60, 1000])
 @pytest.mark.parametrize("blocks", [1, 3, 4, 5, 36, 139, 1563, 7813])
-def test_chunks_suit_the_layout_of_their_sums(heads, blocks):
-    chunks = _chunks(heads, blocks)
-    assert chunks == 1 or (chunks % 4 == 0 and chunks <= MOST_CHUNKS)
-    assert chunks <= blocks
+@pytest.mark.parametrize("row_bytes", [16, 128, 256, 1024])
+def test_every_chunk_has_a_block(blocks, row_bytes):
+    chunks = _chunks(blocks, row_bytes)
+    assert 1 <= chunks <= min(MOST_CHUNKS, blocks)
 
 
 @pytest.mark.parametrize("by", [1, 2, 3, 7, 24, 128, 641, 65535, 65536, 2**30 + 1, 2**31 - 1])

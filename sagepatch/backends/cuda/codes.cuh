@@ -65,6 +65,18 @@ __device__ __forceinline__ float peak_of(const Eight<TYPE>& x) {
   }
 }
 
+constexpr int min_of(int a, int b) { return a < b ? a : b; }
+
+template <bool CHOICE, class A, class B>
+struct std_conditional {
+  using type = A;
+};
+
+template <class A, class B>
+struct std_conditional<false, A, B> {
+  using type = B;
+};
+
 struct Largest {
   static __device__ __forceinline__ float of(float a, float b) { return larger(a, b); }
 };

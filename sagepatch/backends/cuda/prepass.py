@@ -101,15 +101,16 @@ def prepare(call: Call, recipe: Recipe) -> Codes:
 
 # A pointer of the call, or an offset into the scratch memory; numbers are passed as they are.
 _FROM_CALL = ("q", "k", "v", "seen", "cu_q", "cu_k", "factor")
-_MAIN = "PPP{qqqq}{qqqq}{qqqq}{PqqPP}{" + "i" * 24 + "}{PPPf}"
-STATISTICS = _MAIN + "PPPPPP"
-QUANTISE = _MAIN + "{PPP}{PPf}PPPPPi"
+_STRIDES, _MASK, _SIZES, _Q_OUT = "{qqqq}", "{PqqPP}", "{" + "i" * 28 + "}", "{PPPf}"
+QUERIES = "P" + _STRIDES + _MASK + _SIZES + _Q_OUT + "PiP"
+KEYS_AND_VALUES = "PPP" + 3 * _STRIDES + _MASK + _SIZES + _Q_OUT + "{PP}P{" + "P" * 10 + "f}"
 # Of torch's allocator, and what TMA asks of a tensor: 16 bytes; whole lines for the rest.
 _ALIGNMENT = 256
-# Blocks of threads that take statistics: three for each multiprocessor of the largest GPU.
-STATISTICS_BLOCKS = 400
-# Every quantising block reads the sums of all chunks of its head.
-MOST_CHUNKS = 32
+# Bytes that one block of threads reduces at least, and parts of a head at most.
+CHUNK_BYTES = 32 << 10
+MOST_CHUNKS = 64
+# Blocks of threads between the statistics of a head and its codes: what a large GPU runs at once.
+BLOCKS_AHEAD = 600
 
 
 class Plan:
@@ -132,7 +133,8 @@ class Plan:
         blocks = Skv // PAD + self.groups if packed else -(-Skv // PAD)
         self.kv_pad = blocks * PAD
         q_blocks = Sq // PAD + self.groups if packed else -(-Sq // PAD)
-        chunks = _chunks(self.groups * Hkv, -(-Skv // PAD))
+        row_bytes = max(D, Dv) * form.dtypes[1].itemsize
+        chunks = _chunks(blocks if form.members is None else -(-blocks // form.members), row_bytes)
         key_scales = self.kv_pad if recipe.k_granularity == "token" else self.kv_pad // 16
         f32, i32 = torch.float32, torch.int32
         self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]] | None] = {
@@ -157,10 +159,12 @@ class Plan:
             "counters": (i32, (4,)),
         }
         working: dict[str, tuple[torch.dtype, tuple[int, ...]] | None] = {
-            "k_sum": (f32, (self.groups, Hkv, dp, chunks)),
-            "k_count": (f32, (self.groups, Hkv, chunks)),
+            "k_sum": (f32, (self.groups, Hkv, chunks, dp)),
+            "k_count": (i32, (self.groups, Hkv, chunks)),
             "last_seen": (i32, (self.groups, chunks)),
-            "v_peak": (f32, (self.groups, Hkv, d8, chunks)),
+            "v_peak": (f32, (self.groups, Hkv, chunks, d8)),
+            "v_inverse": (f32, (self.groups, Hkv, d8)),
+            "progress": (i32, (self.groups, Hkv, 4)),
         }
         self.offsets: dict[str, int] = {}
         self.strides: dict[str, tuple[int, ...]] = {}
@@ -172,12 +176,15 @@ class Plan:
                 at += -(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
                 self.strides[name] = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
         self.scratch_bytes = at
-        q_work, k_work = B * Hq * q_blocks, B * Hkv * blocks
-        parts, per_chunk = self.groups * Hkv * chunks, -(-blocks // chunks)
-        units = k_work if packed else parts * per_chunk
-        self.statistics_blocks = 2 * parts + (0 if form.shift else q_work)
-        self.quantise_blocks = 2 * units + (q_work if form.shift else 0)
-        head_strides = [
+        q_work = B * Hq * q_blocks
+        progress = 4 * self.groups * Hkv
+        rows = B * Hkv
+        chunk_units = 2 * chunks * (self.groups if packed else 1)
+        block_units = 2 * blocks
+        ahead = min(rows, -(-BLOCKS_AHEAD // block_units))
+        self.queries_blocks = min(64, -(-progress // 256)) if form.shift else q_work
+        self.keys_blocks = rows * (chunk_units + block_units) + (q_work if form.shift else 0)
+        strides = [
             own_strides(s, n)
             for s, n in zip(
                 (form.q_strides, form.k_strides, form.v_strides),
@@ -185,30 +192,31 @@ class Plan:
                 strict=True,
             )
         ]
-        self.program = Program("prepass.cu", macros(form, head_strides), form.target)
-        main: list[int | str] = [
-            *("q", "k", "v"),
-            *(stride for strides in head_strides for stride in strides),
-            *("seen", *(form.seen_strides or (0, 0)), "cu_q", "cu_k"),
-            *(self.groups, Hq // Hkv, Sq, Skv, self.kv_pad, per_chunk),
-            *(n for by in (Hq, Hkv, chunks, q_blocks, blocks, parts) for n in divisor(by)),
-            *("+q8", "+q_scale_log2", "+shift_log2", "factor"),
+        self.program = Program("prepass.cu", macros(form, strides), form.target)
+        mask: list[Wanted] = ["seen", *(form.seen_strides or (0, 0)), "cu_q", "cu_k"]
+        by = (Hq, Hkv, chunks, q_blocks, chunk_units, block_units, chunk_units + block_units)
+        sizes: list[Wanted] = [
+            *(self.groups, Hq // Hkv, Sq, Skv, self.kv_pad, rows, ahead),
+            *(number for n in by for number in divisor(n)),
         ]
-        values = "+vt8" if recipe.pv == "e4m3" else "+v16"
-        self.statistics_fill = _filler(
+        q_out: list[Wanted] = ["+q8", "+q_scale_log2", "+shift_log2", "factor"]
+        self.queries_fill = _filler(
             self.offsets,
-            [
-                *main,
-                *("+k_sum", "+k_count", "+last_seen", "+v_peak", "+key_bits", "+counters"),
-            ],
+            ["q", *strides[0], *mask, *sizes, *q_out, "+progress", progress, "+counters"],
         )
-        self.quantise_fill = _filler(
+        self.keys_fill = _filler(
             self.offsets,
             [
-                *main,
-                *("+k8", "+k_scale", "+k_mean", values, "+v_scale", float(recipe.v_range)),
-                *("+k_sum", "+k_count", "+last_seen", "+v_peak", "+kv_len"),
-                B * Hkv,
+                *("q", "k", "v"),
+                *(stride for of in strides for stride in of),
+                *mask,
+                *sizes,
+                *q_out,
+                *("+k8", "+k_scale"),
+                "+vt8" if recipe.pv == "e4m3" else "+v16",
+                *("+k_sum", "+k_count", "+last_seen", "+v_peak", "+k_mean", "+v_scale"),
+                *("+v_inverse", "+progress", "+key_bits", "+kv_len"),
+                float(recipe.v_range),
             ],
         )
 
@@ -217,15 +225,21 @@ class Plan:
         """The two kernels, compiled and loaded when first wanted."""
         threads = 512 if max(self.form.q[3], self.form.v_head_dim) > 128 else 256
         return (
-            load(self.program, "statistics", STATISTICS, threads=threads),
-            load(self.program, "quantise", QUANTISE, threads=threads, programmatic=True),
+            load(self.program, "queries", QUERIES, threads=threads),
+            load(
+                self.program,
+                "keys_and_values",
+                KEYS_AND_VALUES,
+                threads=threads,
+                programmatic=True,
+            ),
         )
 
     def launch(self, call: Call, scratch: int) -> None:
         """Fill the scratch memory at address `scratch` on the current stream of the tensors'
         device, which must be the current one.
         """
-        statistics, quantise = self.kernels
+        queries, keys_and_values = self.kernels
         device = call.q.device.index
         mask, cu_q, cu_k = call.attn_mask, call.cu_seqlens_q, call.cu_seqlens_kv
         given = (
@@ -237,8 +251,8 @@ class Plan:
             0 if cu_k is None else cu_k.data_ptr(),
             call.scale * LOG2E,
         )
-        statistics(device, self.statistics_blocks, *self.statistics_fill(given, scratch))
-        quantise(device, self.quantise_blocks, *self.quantise_fill(given, scratch))
+        queries(device, self.queries_blocks, *self.queries_fill(given, scratch))
+        keys_and_values(device, self.keys_blocks, *self.keys_fill(given, scratch))
 
     def codes(self, scratch: Tensor) -> Codes:
         """The scratch memory as tensors."""
@@ -284,14 +298,10 @@ def instances(target: str) -> tuple[Program, ...]:
     return tuple(found)
 
 
-def _chunks(heads: int, blocks: int) -> int:
-    """Parts that the keys of one head are summed in: 1, or a multiple of 4. A pure function, so
-    that sums repeat.
-    """
-    wanted = -(-STATISTICS_BLOCKS // (2 * heads))
-    if wanted == 1 or blocks < 4:
-        return 1
-    return min(max(4, (wanted + 1) // 4 * 4), blocks // 4 * 4, MOST_CHUNKS)
+def _chunks(blocks: int, row_bytes: int) -> int:
+    """Parts that the keys of one head are reduced in. A pure function, so that sums repeat."""
+    per_chunk = -(-CHUNK_BYTES // (PAD * row_bytes))
+    return max(1, min(MOST_CHUNKS, -(-blocks // per_chunk)))
 
 
 def divisor(by: int) -> tuple[int, int, int]:
@@ -308,10 +318,11 @@ def divisor(by: int) -> tuple[int, int, int]:
 
 
 Given = tuple[int | float, ...]
+Wanted = int | float | str
 
 
 def _filler(
-    offsets: dict[str, int], wanted: list[int | float | str]
+    offsets: dict[str, int], wanted: list[Wanted]
 ) -> Callable[[Given, int], list[int | float]]:
     """A function from what a call brings and the scratch address to the arguments of a launch.
     Words name what the call brings; with a plus, a place in the scratch memory (0 if it has none).
