@@ -201,12 +201,13 @@ def _left(found: tuple[Verdict, ...]) -> Iterator[str]:
     by_reason: dict[str, list[str]] = {}
     for verdict in found:
         if verdict.reason is not None:
-            by_reason.setdefault(_short(verdict), []).append(f"`{verdict.owner.__name__}`")
+            by_reason.setdefault(short_reason(verdict), []).append(f"`{verdict.owner.__name__}`")
     for reason, owners in by_reason.items():
         yield f"{reason}: {', '.join(owners)}"
 
 
-def _short(verdict: Verdict) -> str:
+def short_reason(verdict: Verdict) -> str:
+    """The reason of the report in a word or two, for a table."""
     reason = verdict.reason or ""
     for words, short in (
         ("by hand", "softmax"),

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from timm_models import INSTALLED, import_timm
 from torch import nn
 
 from sagepatch.patchers.model import Parts, search
@@ -61,6 +62,8 @@ _FUSED = frozenset(
         "MultiheadAttention",
     }
 )
+# Where the classes come from that count as a model's own code.
+_PACKAGES = ("transformers.models", "timm.")
 _SOFTMAX = frozenset({"softmax", "Softmax", "logsumexp"})
 _PRODUCTS = frozenset({"matmul", "bmm", "einsum", "baddbmm"})
 FUSED_MODULE = "torch.nn.MultiheadAttention"
@@ -80,6 +83,8 @@ def modeling_modules() -> dict[str, tuple[types.ModuleType, ...]]:
     """The modeling files of each family that can be imported here, by the family's folder."""
     import transformers.models
 
+    if INSTALLED:
+        import_timm()  # some families wrap it
     found: dict[str, tuple[types.ModuleType, ...]] = {}
     for folder in pkgutil.iter_modules(transformers.models.__path__):
         if folder.name in UNIMPORTABLE or not folder.ispkg:
@@ -168,7 +173,7 @@ def _codes_of(owner: type) -> Iterator[types.CodeType]:
     queue = [
         function
         for base in owner.__mro__
-        if base.__module__.startswith("transformers.models")
+        if base.__module__.startswith(_PACKAGES)
         for name, value in vars(base).items()
         if name != "_init_weights" and (function := _function(value)) is not None
     ]
