@@ -12,6 +12,7 @@ from pathlib import Path
 import diffusers
 from diffusers_families import FAMILIES
 from diffusers_family import Family
+from diffusers_others import OTHERS
 from diffusers_rows import Row, row_of
 from diffusers_shares import Published
 from diffusers_shares import kept_table as published
@@ -67,8 +68,8 @@ reason.
 
 ## Other exported models
 What no family above covers, built with its class's defaults, cut to two layers where those say how
-many; **left** are layers that stay as they are. A VAE or a text encoder is patched only where
-`components` names it.
+many; **left** are layers that stay as they are. Those marked as **run** are run tiny like the
+families above. A VAE or a text encoder is patched only where `components` names it.
 
 """
 
@@ -114,8 +115,8 @@ def page() -> str:
     text += NOTES
     others = [row for row in attending if row["model"] not in covered]
     text += table(
-        ("class", "reached", "left", "why"),
-        ((f"`{row['model']}`", row["reached"], row["left"], row["reasons"]) for row in others),
+        ("class", "reached", "left", "run", "why"),
+        (other_cells(row) for row in others),
     )
     none = [row["model"] for row in every.values() if row not in attending]
     text += (
@@ -145,6 +146,12 @@ def family_cells(family: Family, row: Row, counted: Published | None) -> tuple[s
         f"{share} %" if share else "",
         "; ".join(remarks),
     )
+
+
+def other_cells(row: dict[str, str]) -> tuple[str, ...]:
+    """One line of the other models' table."""
+    run = any(other.model == row["model"] for other in OTHERS)
+    return f"`{row['model']}`", row["reached"], row["left"], "yes" if run else "", row["reasons"]
 
 
 def too_wide(counted: Published | None) -> list[str]:

@@ -11,8 +11,11 @@ import pytest
 import torch
 from diffusers_families import FAMILIES
 from diffusers_family import Family
+from diffusers_others import OTHERS
 from diffusers_rows import EXACT, FAST, SAFE, row_of
 from torch import Tensor
+
+from sagepatch.patchers.sdpa import RANK
 
 # The relative error that goes with the cosine of these recipes on random data: 0.9999 for integer
 # Q and K with half-precision P and V, 0.9993 with all of them in 8 bits. Errors of different calls
@@ -49,4 +52,18 @@ def test_quantised_is_close_and_restore_brings_back_every_bit(family: Family, va
     assert ran.patched.ran() == {variant: row.sdpa_calls}
     assert not ran.patched.fallbacks()
     assert 0 < relative(ran.out, row.reference) < CLOSE[variant] * math.sqrt(row.sdpa_calls)
+    assert torch.equal(row.after, row.reference)
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=str)
+def test_other_models_run_the_kernel_at_every_call_and_come_back(other: Family) -> None:
+    row = row_of(other)
+    exact, fast = row.runs[EXACT], row.runs[FAST]
+    assert sum(exact.patched.calls()) == row.sdpa_calls > 0  # case 37
+    assert torch.equal(exact.out, row.reference)
+    fallbacks = fast.patched.fallbacks()
+    assert fast.patched.ran()[FAST] + sum(fallbacks.values()) == row.sdpa_calls
+    # One autoencoder calls SDPA over [batch, tokens, channels].
+    assert set(fallbacks) <= {RANK}
+    assert torch.equal(fast.out, row.reference) == bool(fallbacks)
     assert torch.equal(row.after, row.reference)
