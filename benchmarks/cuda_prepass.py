@@ -108,7 +108,11 @@ def copy_rate() -> float:
     """Bytes read and written a second by a large copy, in TB/s."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.numel() / per_call_us(lambda _: target.copy_(source) and None) / 1e6
+
+    def copy(_: int) -> None:
+        target.copy_(source)
+
+    return 2 * source.numel() / per_call_us(copy) / 1e6
 
 
 def host_us() -> dict[str, float]:

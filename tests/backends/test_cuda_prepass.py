@@ -5,7 +5,7 @@ K; memory poisoned, odd sizes, any strides. Every instance compiles without a GP
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -39,6 +39,7 @@ from sagepatch.spec import Call
 
 ON_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
+CPU = torch.device("cpu")
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a Hopper GPU")
 SERVED = [r for r in RECIPES.values() if not r.exact and refusal(r) is None]
 POISON = 0xFF
@@ -87,9 +88,26 @@ def same(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
+def on_cpu(value: Any) -> Any:
+    """A call or codes with all their tensors on the CPU."""
+    moved = {
+        f.name: getattr(value, f.name).cpu()
+        for f in fields(value)
+        if isinstance(getattr(value, f.name), Tensor)
+    }
+    return replace(value, **moved)
+
+
 def check(call: Call, recipe: Recipe) -> Codes:
-    """Hold every tensor of the pre-pass to the emulator's arithmetic."""
-    codes = run(call, recipe)
+    """Hold every tensor of the pre-pass to the emulator's arithmetic, the CPU's: on a GPU torch
+    multiplies by the reciprocal of a number that it is to divide by.
+    """
+    found = run(call, recipe)
+    check_on_cpu(on_cpu(call), recipe, on_cpu(found))
+    return found
+
+
+def check_on_cpu(call: Call, recipe: Recipe, codes: Codes) -> None:
     if call.packed:
         assert call.cu_seqlens_q is not None
         assert call.cu_seqlens_kv is not None
@@ -103,7 +121,6 @@ def check(call: Call, recipe: Recipe) -> Codes:
             )
     else:
         check_member(call, recipe, codes)
-    return codes
 
 
 def cut(codes: Codes, queries: slice, keys: slice, member: int) -> Codes:
@@ -130,7 +147,7 @@ def check_member(call: Call, recipe: Recipe, codes: Codes) -> None:
     Sq, Skv, D, Dv = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
     factor = call.scale * LOG2E
     seen = seen_keys(call)
-    keep = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=DEVICE)
+    keep = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=CPU)
     if seen is not None:
         keep = seen[:, None, :, None]
     # The order of a sum is nobody's specification: its value is, and everything behind it.
@@ -142,7 +159,7 @@ def check_member(call: Call, recipe: Recipe, codes: Codes) -> None:
     assert torch.equal(mean.isfinite(), wanted.isfinite())
     assert not codes.k_mean[..., D:].any()
 
-    q_groups = quantize.query_groups(Sq, recipe.q_granularity, recipe.q_block, DEVICE)
+    q_groups = quantize.query_groups(Sq, recipe.q_granularity, recipe.q_block, CPU)
     q8 = quantize.to_integer(q, q_groups, recipe.qk_max)
     q_scale = (q8.scale * factor).clamp(-MOST_Q_SCALE, MOST_Q_SCALE)[..., 0]
     same(codes.q_scale_log2, q_scale.abs())
@@ -152,7 +169,7 @@ def check_member(call: Call, recipe: Recipe, codes: Codes) -> None:
     assert not codes.q8[..., D:].any()
 
     centred = torch.where(keep, k - mean, 0.0)
-    k_groups = quantize.key_groups(Skv, recipe.k_granularity, recipe.k_block, DEVICE)
+    k_groups = quantize.key_groups(Skv, recipe.k_granularity, recipe.k_block, CPU)
     k8 = quantize.to_integer(centred, k_groups, recipe.qk_max)
     k_scale = k8.scale.clamp(max=MOST_K_SCALE)[..., 0]
     found = codes.k_scale
@@ -187,11 +204,11 @@ def check_member(call: Call, recipe: Recipe, codes: Codes) -> None:
     if codes.key_bits is not None:
         assert seen is not None
         assert codes.kv_len is not None
-        bits = codes.key_bits[..., None] >> torch.arange(32, device=DEVICE) & 1
+        bits = codes.key_bits[..., None] >> torch.arange(32, device=CPU) & 1
         bits = bits.flatten(1)
         assert torch.equal(bits[:, :Skv].bool(), seen)
         assert not bits[:, Skv:].any()
-        last = torch.where(seen, torch.arange(1, Skv + 1, device=DEVICE), 0).amax(1)
+        last = torch.where(seen, torch.arange(1, Skv + 1, device=CPU), 0).amax(1)
         assert torch.equal(codes.kv_len.long(), last)
     assert codes.counters.tolist() == [0, 0, 0, 0]
 
