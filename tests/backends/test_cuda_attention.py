@@ -71,7 +71,7 @@ def by_tiles(call: Call, recipe: Recipe) -> tuple[Tensor, Tensor]:
     m = s.new_full((*s.shape[:3], 1), -torch.inf)
     total, acc = torch.zeros_like(m), s.new_zeros(*s.shape[:3], v.shape[3])
     code = torch.float16 if recipe.pv == "fp16" else torch.float8_e4m3fn
-    for first in range(0, s.shape[3], tile.block_n):
+    for first in _order(call, tile.block_n):
         x = s[..., first : first + tile.block_n]
         m_new = torch.maximum(m, x.amax(3, keepdim=True))
         base = m_new.masked_fill(m_new == -torch.inf, 0.0)
@@ -93,18 +93,46 @@ def by_tiles(call: Call, recipe: Recipe) -> tuple[Tensor, Tensor]:
     return out, lse.squeeze(3)
 
 
-def check(call: Call, recipe: Recipe) -> Tensor:
+def _order(call: Call, block_n: int) -> list[int]:
+    """First keys of the tiles in the order that the kernel takes: with a mask of keys and no
+    positions those that are seen whole come first. One batch member then, where masks differ.
+    """
+    firsts = list(range(0, call.k.shape[2], block_n))
+    if call.attn_mask is None or call.causal_offset is not None:
+        return firsts
+    seen = call.attn_mask[0, 0, 0]
+    return sorted(firsts, key=lambda first: int(seen[first : first + block_n].sum()) < block_n)
+
+
+def _alone(call: Call) -> list[Call]:
+    """The members of a packed call, or of a batch whose masks differ."""
+    if call.packed:
+        return members(call)
+    if call.attn_mask is None or call.attn_mask.shape[0] == 1:
+        return [call]
+    return [
+        replace(
+            call,
+            **{n: getattr(call, n)[i : i + 1] for n in ("q", "k", "v", "attn_mask")},
+        )
+        for i in range(call.q.shape[0])
+    ]
+
+
+def check(call: Call, recipe: Recipe, rel_l1: float | None = None) -> Tensor:
     """Run on poisoned memory; hold the result to the same tiles in torch."""
     poison(call)
     out, lse = attention.run(replace(call, return_lse=True), recipe)
-    parts = [by_tiles(c, recipe) for c in (members(call) if call.packed else [call])]
-    expected = torch.cat([part[0] for part in parts], 2)
-    expected_lse = torch.cat([part[1] for part in parts], 2)
+    parts = [by_tiles(c, recipe) for c in _alone(call)]
+    axis = 2 if call.packed else 0
+    expected = torch.cat([part[0] for part in parts], axis)
+    expected_lse = torch.cat([part[1] for part in parts], axis)
     assert out.dtype == call.v.dtype
     assert out.shape == expected.shape
     worst = compare(out.float(), expected).worst
     assert worst.finite
-    assert worst.rel_l1 <= REL_L1[recipe.pv] + torch.finfo(out.dtype).eps, worst
+    allowed = REL_L1[recipe.pv] if rel_l1 is None else rel_l1
+    assert worst.rel_l1 <= allowed + torch.finfo(out.dtype).eps, worst
     assert lse is not None
     same = (lse == expected_lse) | ((lse - expected_lse).abs() < LSE_ABS)
     assert bool(same.all()), (lse - expected_lse).abs().max()
@@ -145,9 +173,13 @@ SHARED = [
 @dims
 @every_recipe
 def test_blocks_that_several_share(recipe, dim, shape, monkeypatch):
+    if not attention.pick(recipe, dim, dim).shares:
+        pytest.skip("not shared at this size")
     monkeypatch.setattr(attention, "splits", lambda *facts: True)
     attention.launch_of.cache_clear()
-    check(make((*shape, dim)), recipe)
+    # Each part has a running maximum of its own, which rounds P elsewhere: as far as two roundings
+    # of E4M3 are from each other.
+    check(make((*shape, dim)), recipe, 0.04 if recipe.pv == "e4m3" else None)
     attention.launch_of.cache_clear()
 
 

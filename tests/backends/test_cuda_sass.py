@@ -112,11 +112,13 @@ def test_usual_sizes_do_not_spill_and_overlap(recipe, dim):
         Options(packed=True),
         Options(packed=True, causal=True, window=True),
         Options(out_half=True),
+        Options(split=True),
     ],
     ids=lambda o: "_".join(n for n in Options.__slots__ if getattr(o, n)),
 )
 def test_options_do_not_spill(options):
-    check(compiled("sage2_8", 128, options), "sage2_8")
+    recipe = "sage2pp_8_d4" if options.split else "sage2_8"
+    check(compiled(recipe, 128, options), recipe)
 
 
 @pytest.mark.slow

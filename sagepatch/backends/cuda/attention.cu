@@ -325,7 +325,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
             a0 = max3(a0, s[4 * j], s[4 * j + 1]);
             a1 = max3(a1, s[4 * j + 2], s[4 * j + 3]);
           }
-          const float t0 = (float)a0 * (q0 * kc[g]), t1 = (float)a1 * (q1 * kc[g]);
+          // Rounded down, and b below up: the largest score gets its full code however large it is.
+          const float t0 = __fmul_rd((float)a0, q0 * kc[g]), t1 = __fmul_rd((float)a1, q1 * kc[g]);
           top0 = MASKED && a0 == HIDDEN ? top0 : fmaxf(top0, t0);
           top1 = MASKED && a1 == HIDDEN ? top1 : fmaxf(top1, t1);
         }
@@ -337,7 +338,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
         alpha1 = exp2_mufu(m1 - top1);
         m0 = top0;
         m1 = top1;
-        const float b0 = P_LOG2 - top0, b1 = P_LOG2 - top1;
+        const float b0 = __fsub_ru(P_LOG2, top0), b1 = __fsub_ru(P_LOG2, top1);
         float r0 = 0.0f, r1 = 0.0f;
 #pragma unroll
         for (int g = 0; g < KEY_GROUPS; g++) {
@@ -351,7 +352,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
               const float c = e & 2 ? c1 : c0, b = e & 2 ? b1 : b0;
               if (!MASKED && e < POLY)
                 p[e] = exp2_parabola(fma_clamped((float)s, c * POLY_SCALE,
-                                                 __fmaf_rn(b, POLY_SCALE, POLY_SHIFT * POLY_SCALE)));
+                                                 __fmaf_ru(b, POLY_SCALE, POLY_SHIFT * POLY_SCALE)));
               else
                 p[e] = exp2_mufu(__fmaf_rn((float)s, c, b));
               if (MASKED && s == HIDDEN) p[e] = 0.0f;

@@ -38,7 +38,8 @@ class Tile:
 
     `block_n` keys a tile; `warpgroups` of 64 query rows each; `pieces` of the value columns that
     take turns in the temporary sum; `polynomial` of every 8 exponentials go to the FMA pipe;
-    `pingpong`: two warpgroups take turns at the tensor cores.
+    `pingpong`: two warpgroups take turns at the tensor cores; `shares`: the last blocks of queries
+    may be dealt out by tiles of keys, where that was measured to be faster.
     """
 
     block_n: int
@@ -51,6 +52,7 @@ class Tile:
     in_place: bool = False
     late_pack: bool = False
     pinned: bool = False
+    shares: bool = False
 
     @property
     def block_m(self) -> int:
@@ -90,7 +92,15 @@ def pick(recipe: Recipe, head_dim: int, v_head_dim: int) -> Tile:
     if recipe.pv == "fp16":
         if flush is None:
             block_n = 128 if 64 < v_head_dim <= 128 else 64
-            return Tile(block_n, three, block_n, ones=False, pingpong=not small, in_place=True)
+            return Tile(
+                block_n,
+                three,
+                block_n,
+                ones=False,
+                pingpong=not small,
+                in_place=True,
+                shares=block_n == 128,
+            )
         return Tile(64, three, flush, _pieces(v_head_dim, 4), ones=False, pingpong=not small)
     if flush is None:
         block_n = 128 if 64 < v_head_dim <= 128 else 64
@@ -99,7 +109,8 @@ def pick(recipe: Recipe, head_dim: int, v_head_dim: int) -> Tile:
     if flush > 128:
         return Tile(192, 2, flush, polynomial=2, pingpong=True)
     if flush == 128:
-        return Tile(128, three, flush, polynomial=1 if small else 2, pingpong=not small)
+        polynomial = 1 if small else 2
+        return Tile(128, three, flush, polynomial=polynomial, pingpong=not small, shares=not small)
     if flush == 64 and 64 < v_head_dim <= 128 and head_dim <= 128:
         return Tile(128, 2, flush, polynomial=2, pingpong=True)
     pieces = _pieces(v_head_dim, 4)
@@ -258,7 +269,7 @@ class Launch:
         processors = _processors(shape.device)
         self.tiles = -(-Skv // tile.block_n)
         plain = causal_offset is None and not shape.key_mask and not packed
-        self.split = plain and splits(blocks, self.tiles, processors)
+        self.split = plain and tile.shares and splits(blocks, self.tiles, processors)
         made, tile, shared_bytes = program(
             recipe,
             D,
