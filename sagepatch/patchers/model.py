@@ -27,7 +27,15 @@ _NOT_DENOISERS = (
     "tagger",
     "vocoder",
     "guider",
+    # Part of a UNet already, which holds what runs of it.
+    "motion_adapter",
+    # Work on a prompt or a sound once, before the first step.
+    "connector",
+    "tokenizer",
+    "duration",
 )
+# Parts that denoise whatever they are made of: processors of diffusers or not.
+_DENOISERS = ("transformer", "unet", "model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +119,8 @@ def _uncompiled(module: nn.Module) -> nn.Module:
 def _denoises(name: str, part: nn.Module) -> bool:
     if any(word in name for word in _NOT_DENOISERS):
         return False
+    if name.rstrip("_0123456789") in _DENOISERS:
+        return True
     return hasattr(part, "attn_processors") or any(
         "processor" in module.__dict__ for module in part.modules()
     )
