@@ -229,6 +229,7 @@ def _generated(model: nn.Module, counter: CompileCounter) -> tuple[Tensor, int]:
     return tokens, counter.frame_count
 
 
+@pytest.mark.slow
 def test_a_static_cache_takes_as_many_graphs_as_unpatched() -> None:
     runs = []
     for variant in (None, "exact", RECIPE):

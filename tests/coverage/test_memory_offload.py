@@ -32,7 +32,7 @@ BUILDS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
 CPU = torch.device("cpu")
 
 
-def slow(family: str) -> Any:
+def slow(family: Any) -> Any:
     """The same for a further family, in the long matrix."""
     return pytest.param(family, marks=pytest.mark.slow)
 
@@ -196,11 +196,12 @@ def test_loaded_with_a_device_map(tmp_path: Path) -> None:
 
 
 def _live() -> int:
+    """Tensors alive in the process."""
     gc.collect()
-    return sum(isinstance(o, Tensor) for o in gc.get_objects())
+    return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 
 
-@pytest.mark.parametrize("build", [tiny_bert, tiny_falcon, tiny_flux, tiny_unet])
+@pytest.mark.parametrize("build", [tiny_falcon, tiny_flux, slow(tiny_bert), slow(tiny_unet)])
 def test_nothing_is_kept_between_calls(build: Any) -> None:
     # cases 39, 58, 68: neither by kernels nor by measuring
     model, inputs = build()
@@ -216,15 +217,3 @@ def test_nothing_is_kept_between_calls(build: Any) -> None:
     assert _live() <= before
     patch.restore()
     assert _live() <= before
-
-
-def test_a_hundred_patches_leave_nothing() -> None:
-    # case 33
-    model, _ = tiny_bert()
-    sagepatch.apply(model, variant="exact").restore()
-    gc.collect()
-    before = len(gc.get_objects())
-    for _ in range(100):
-        sagepatch.apply(model, variant="exact").restore()
-    gc.collect()
-    assert len(gc.get_objects()) - before < 100
