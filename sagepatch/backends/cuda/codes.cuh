@@ -10,28 +10,6 @@ constexpr float MOST_Q_SCALE = 1e16f, MOST_K_SCALE = 1e15f;
 constexpr float RINT = 12582912.f;
 constexpr u32 INFINITE = 0x7F800000;
 
-// The larger of a and |b|; NaN if one is.
-__device__ __forceinline__ float larger(float a, float b) {
-  float out;
-  asm("{.reg .f32 t;\n\tabs.f32 t, %2;\n\tmax.NaN.f32 %0, %1, t;}" : "=f"(out) : "f"(a), "f"(b));
-  return out;
-}
-
-// The same for the pairs of 16-bit numbers in a and b.
-template <int TYPE>
-__device__ __forceinline__ u32 larger_pair(u32 a, u32 b) {
-  u32 out;
-  if constexpr (TYPE == BF16)
-    asm("{.reg .b32 t;\n\tabs.bf16x2 t, %2;\n\tmax.NaN.bf16x2 %0, %1, t;}"
-        : "=r"(out)
-        : "r"(a), "r"(b));
-  else
-    asm("{.reg .b32 t;\n\tabs.f16x2 t, %2;\n\tmax.NaN.f16x2 %0, %1, t;}"
-        : "=r"(out)
-        : "r"(a), "r"(b));
-  return out;
-}
-
 // Largest magnitudes of the channels of many tokens, eight a thread.
 template <int TYPE>
 struct Peaks {
@@ -68,12 +46,12 @@ __device__ __forceinline__ float peak_of(const Eight<TYPE>& x) {
 constexpr int min_of(int a, int b) { return a < b ? a : b; }
 
 template <bool CHOICE, class A, class B>
-struct std_conditional {
+struct Either {
   using type = A;
 };
 
 template <class A, class B>
-struct std_conditional<false, A, B> {
+struct Either<false, A, B> {
   using type = B;
 };
 
@@ -147,19 +125,4 @@ __device__ __forceinline__ u32 int8x4(float a, float b, float c, float d, float 
   const u32 high = __byte_perm(__float_as_uint(__fadd_rn(__fmul_rn(c, inverse), RINT)),
                                __float_as_uint(__fadd_rn(__fmul_rn(d, inverse), RINT)), 0x0040);
   return __byte_perm(low, high, 0x5410);
-}
-
-__device__ __forceinline__ u32 e4m3x4(float a, float b, float c, float d) {
-  u32 out;
-  asm("{.reg .b16 low, high;\n\tcvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n\t"
-      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n\tmov.b32 %0, {low, high};}"
-      : "=r"(out)
-      : "f"(a), "f"(b), "f"(c), "f"(d));
-  return out;
-}
-
-__device__ __forceinline__ u32 fp16x2(float a, float b) {
-  u32 out;
-  asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(out) : "f"(a), "f"(b));
-  return out;
 }

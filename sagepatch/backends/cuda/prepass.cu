@@ -14,6 +14,8 @@
 // (0 none, 1 seen bytes, 2 packed); SHIFT (1: write shift_log2; Q is then quantised by the second
 // launch, which knows the mean of K).
 
+#include "ptx.cuh"
+
 #include "rows.cuh"
 
 #include "codes.cuh"

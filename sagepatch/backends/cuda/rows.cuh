@@ -1,13 +1,6 @@
 // Tokens in memory: eight elements a thread from tensors of any strides, and members of packed
 // calls. Expects the macro VECTORS (1: channels are contiguous and every row starts 16-byte aligned).
 
-typedef unsigned char u8;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
-
-constexpr int FP16 = 0, BF16 = 1, FP32 = 2;
-
 constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
 constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }
 
@@ -50,41 +43,10 @@ struct Eight {
     } else if constexpr (TYPE == BF16) {
       return __uint_as_float(i % 2 ? word[i / 2] & 0xFFFF0000u : word[i / 2] << 16);
     } else {
-      float out;
-      asm("{.reg .b16 low, high;\n\tmov.b32 {low, high}, %1;\n\tcvt.f32.f16 %0, low;}"
-          : "=f"(out)
-          : "r"(i % 2 ? word[i / 2] >> 16 : word[i / 2]));
-      return out;
+      return from_fp16(i % 2 ? word[i / 2] >> 16 : word[i / 2]);
     }
   }
 };
-
-// What is read or written once should leave the L2 first.
-__device__ __forceinline__ u64 evict_first() {
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-__device__ __forceinline__ u64 evict_normal() {
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-// Volatile, or the compiler moves loads behind `wait_for_front`.
-__device__ __forceinline__ void load16(u32* to, const void* from, u64 policy) {
-  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
-      : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-      : "l"(from), "l"(policy)
-      : "memory");
-}
-
-__device__ __forceinline__ void store8(void* to, uint2 value, u64 policy) {
-  asm volatile("st.global.L2::cache_hint.v2.b32 [%0], {%1, %2}, %3;" ::"l"(to), "r"(value.x),
-               "r"(value.y), "l"(policy)
-               : "memory");
-}
 
 // Channels first..first + 7 of the token at `row`, those from `channels` on zero.
 template <int TYPE>
@@ -157,18 +119,4 @@ __device__ __forceinline__ int member_of(const int* offsets, int members, int bl
       high = middle - 1;
   }
   return low;
-}
-
-// ---- launches that overlap: the kernel in front may still run until `wait_for_front` returns.
-
-__device__ __forceinline__ void let_next_begin() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void wait_for_front() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 }

@@ -22,16 +22,6 @@ struct Statistics {
   float v_range;
 };
 
-__device__ __forceinline__ int read_acquire(const int* at) {
-  int value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
-  return value;
-}
-
-__device__ __forceinline__ void write_release(int* at, int value) {
-  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
-}
-
 // Waits until the statistics of a head are there. They come from blocks with lower numbers, which
 // have begun before this one and wait for nobody.
 __device__ __forceinline__ void wait_until_ready(const int* ready) {
@@ -58,7 +48,7 @@ template <int TYPE, int LANES, int CHANNELS, bool KEYS>
 __device__ void reduce_chunk(const void* data, const Strides& s, const Mask& mask, const Sizes& n,
                              const Statistics& out, int group, int head, int chunk) {
   constexpr int STEP = THREADS / LANES, WIDTH = KEYS ? DP : D8;
-  using OP = typename std_conditional<KEYS, Sum, Largest>::type;
+  using OP = typename Either<KEYS, Sum, Largest>::type;
   auto& partial = *reinterpret_cast<float(*)[WARPS][LANES * 8]>(room);
   __shared__ int counted, last, arrived;
   const int lane = threadIdx.x % LANES, row = threadIdx.x / LANES, chunks = n.chunks.by;
