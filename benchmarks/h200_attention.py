@@ -138,7 +138,7 @@ def peers(call: Call, recipes: tuple[str, ...]) -> dict[str, Callable[[], Tensor
 
 
 class CudnnFp8:
-    """cuDNN's FP8 attention, E4M3 in and out: casting the inputs is the caller's, timed beside it."""
+    """cuDNN FP8 attention, E4M3 in and out: the cast of the inputs is timed beside it."""
 
     def __init__(self, call: Call) -> None:
         import cudnn

@@ -13,9 +13,10 @@ from sagepatch.numerics.recipe import RECIPES, TIERS
 from sagepatch.spec import AttnSpec
 from sagepatch.variant import Variant
 
-# "auto" outside a calibrated layer quantises from this many keys and queries up; below, the pre-
-# pass eats the gain.
-AUTO_MIN_LEN = 1024
+# "auto" outside a calibrated layer quantises from this many keys and queries up: at 4096 our fastest
+# kernel beat torch's default on an H200, at 1024 it took twice as long (benchmarks/
+# h200_attention.csv). Calibrated layers are timed, whatever their length.
+AUTO_MIN_LEN = 4096
 
 # Why a variant cannot run on this machine at all, or None. Passed in, so that choices are testable
 # anywhere.

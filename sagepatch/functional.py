@@ -204,6 +204,9 @@ def run(
     return result
 
 
+AUTOCAST_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
+
+
 def needs_grad(call: Call) -> bool:
     """Whether autograd will want a backward through this call."""
     if not torch.is_grad_enabled():
@@ -219,7 +222,8 @@ def autocast(call: Call) -> Call:
     autocast.
     """
     device = call.q.device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    # Not torch.amp.is_autocast_available: older compilers cannot trace it.
+    if device not in AUTOCAST_DEVICES or not torch.is_autocast_enabled(device):
         return call
     dtype = torch.get_autocast_dtype(device)
 

@@ -13,7 +13,7 @@ from sagepatch.numerics.recipe import RECIPES
 from sagepatch.spec import AttnSpec, MaskKind
 from sagepatch.variant import Tolerance, Variant
 
-CPU = AttnSpec(1, 8, 8, 2048, 2048, 64, 64, "bf16", "bf16", "cpu")
+CPU = AttnSpec(1, 8, 8, 8192, 8192, 64, 64, "bf16", "bf16", "cpu")
 HOPPER = replace(CPU, device="cuda", arch=90)
 PICKY = Variant(
     toolchain="triton",

@@ -45,9 +45,9 @@ _TRITON_E4M3_ARCHS = frozenset({89, 90, 100, 120})
 _TRITON_RECIPES = (
     "sage2_8b_k128",
     "sage2_8",
+    "sage2pp_8_d4",
     "sage2_8b",
     "sage2pp_8",
-    "sage2pp_8_d4",
     "sage2pp_8_d1",
     "sage1_vb",
     "sage1_vt",
@@ -62,9 +62,6 @@ _TRITON_RECIPES = (
     "sage2_4_f16",
 )
 
-# Until every test passes on a GPU no plan, tier or "auto" may choose these kernels.
-_TRITON_WITHHELD = "its tests have not all passed on a GPU yet"
-
 TRITON = tuple(
     Variant(
         toolchain="triton",
@@ -77,8 +74,11 @@ TRITON = tuple(
         tolerance=Tolerance(cosine=0.9999, rel_l1=0.01)
         if RECIPES[name].pv == "fp16"
         else Tolerance(cosine=0.9995, rel_l1=0.025),
+        # One query on one key with head sizes that are no power of two came out NaN (sm_90, Triton
+        # 3.6); attention over one key is a copy of V, for which nobody needs a kernel.
+        min_kv_len=2,
         needs=("triton",),
-        withheld=_TRITON_WITHHELD,
+        ran_on=frozenset({90}),
     )
     for name in _TRITON_RECIPES
 )

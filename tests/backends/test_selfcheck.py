@@ -1,0 +1,161 @@
+"""The known-answer check: what passes, what fails, what is kept; on a CPU with kernels that lie."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sagepatch.backends import selfcheck
+from sagepatch.backends.catalogue import BY_NAME, SDPA
+from sagepatch.dispatch import Request, select
+from sagepatch.errors import VariantRefused
+from sagepatch.numerics.attention import emulate
+from sagepatch.spec import AttnSpec
+
+VARIANT = BY_NAME["triton.sage2_8"]
+GPU = "Pretend GPU"
+
+
+@pytest.fixture
+def answer():
+    call = selfcheck.known_call(torch.device("cpu"))
+    out, lse = emulate(call, VARIANT.recipe)
+    return call, out.clone(), lse.clone()
+
+
+def test_the_emulator_knows_its_answer(answer):
+    call, out, lse = answer
+    assert selfcheck.verdict(VARIANT, call, out, lse) is None
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda out, lse: out.view(-1)[5].fill_(float("nan")), "not finite or was not written"),
+        (lambda out, lse: out[:, :, 64:].zero_(), "cosine"),
+        (lambda out, lse: out.mul_(1.2), "relative L1"),
+        (lambda out, lse: lse.add_(1.0), "log-sum-exp"),
+        (lambda out, lse: lse.view(-1)[3].fill_(float("nan")), "log-sum-exp"),
+    ],
+    ids=["nan", "tile not written", "scale", "lse", "lse nan"],
+)
+def test_wrong_answers_fail(answer, spoil, told):
+    call, out, lse = answer
+    spoil(out, lse)
+    assert told in selfcheck.verdict(VARIANT, call, out, lse)
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """A machine with one GPU, on which `runs` counts the checks made; `runs.result` is theirs."""
+
+    class Runs(list):
+        result: str | None = None
+
+    runs = Runs()
+
+    def check(variant, index):
+        runs.append(variant.name)
+        return runs.result
+
+    monkeypatch.setenv("SAGEPATCH_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(selfcheck, "_RESULTS", {})
+    monkeypatch.setattr(selfcheck, "_check", check)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: GPU)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return runs
+
+
+def test_a_kernel_is_checked_once_a_kind_of_gpu_and_its_pass_is_kept(gpu, tmp_path):
+    assert selfcheck.failure(VARIANT) is None
+    assert selfcheck.failure(VARIANT) is None
+    selfcheck._RESULTS.clear()  # another process
+    assert selfcheck.failure(VARIANT) is None
+    assert gpu == [VARIANT.name]
+    (kept,) = (tmp_path / "checks").iterdir()
+    assert json.loads(kept.read_text())["gpu"] == GPU
+
+
+@pytest.mark.parametrize("fact", ["driver", "torch", "triton", "numerics", "gpu", "sagepatch"])
+def test_a_pass_of_other_versions_does_not_count(gpu, tmp_path, fact):
+    selfcheck.failure(VARIANT)
+    (kept,) = (tmp_path / "checks").iterdir()
+    facts = json.loads(kept.read_text())
+    kept.write_text(json.dumps({**facts, fact: "another"}))
+    selfcheck._RESULTS.clear()
+    selfcheck.failure(VARIANT)
+    assert len(gpu) == 2
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"failure": ""}', "null"])
+def test_a_damaged_file_is_no_pass(gpu, tmp_path, text):
+    selfcheck.failure(VARIANT)
+    (kept,) = (tmp_path / "checks").iterdir()
+    kept.write_text(text)
+    selfcheck._RESULTS.clear()
+    selfcheck.failure(VARIANT)
+    assert len(gpu) == 2
+
+
+def test_a_failure_disables_the_kernel_and_the_next_process_tries_again(gpu, caplog):
+    gpu.result = "known-answer check: cosine 0.1"
+    assert selfcheck.failure(VARIANT) == gpu.result
+    assert "is disabled on Pretend GPU" in caplog.text
+    assert selfcheck.failure(VARIANT) == gpu.result
+    selfcheck._RESULTS.clear()
+    assert selfcheck.last_failure(VARIANT) == gpu.result
+    assert len(gpu) == 1
+    gpu.result = None
+    assert selfcheck.failure(VARIANT) is None
+    assert selfcheck.last_failure(VARIANT) is None
+
+
+def test_nothing_is_checked_while_a_graph_is_captured(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert selfcheck.failure(VARIANT) is None
+    assert gpu == []
+    assert selfcheck._RESULTS == {}
+
+
+def test_a_gpu_that_a_kernel_does_not_serve_says_nothing_against_it(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    assert selfcheck.failure(VARIANT) is None
+    assert gpu == []
+
+
+def test_kernels_of_the_cpu_are_not_checked(gpu):
+    assert selfcheck.failure(SDPA) is None
+    assert selfcheck.failure(BY_NAME["emulated.sage2_8"]) is None
+    assert gpu == []
+
+
+def _spec(**changes):
+    known = AttnSpec(
+        *(1, 8, 8, 8192, 8192, 64, 64),
+        **{"dtype": "bf16", "v_dtype": "bf16", "device": "cuda", "arch": 90},
+    )
+    return replace(known, **changes)
+
+
+def test_a_kernel_that_fails_gives_its_place_to_the_next():
+    asked = []
+
+    def prove(variant):
+        asked.append(variant.name)
+        return "lies" if variant.recipe.name == "sage2_8b_k128" else None
+
+    chosen = select(_spec(), Request("fast"), lambda variant: None, prove=prove)
+    assert chosen.variant.name == "triton.sage2_8"
+    # Only those about to be chosen are compiled and run.
+    assert asked == ["triton.sage2_8b_k128", "triton.sage2_8"]
+    assert chosen.decisions[0].reasons == ("lies",)
+    with pytest.raises(VariantRefused, match="lies"):
+        select(
+            _spec(), Request("triton.sage2_8b_k128"), lambda variant: None, prove=lambda v: "lies"
+        )
