@@ -15,7 +15,7 @@ from models.diffusers_models import tiny_flux, tiny_qwen_image, tiny_wan
 from models.transformers_models import first_output, ids, tiny_bert, tiny_falcon, tiny_llama
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
-from transformers_tiny import Tiny, build
+from transformers_tiny import Tiny, installed
 
 import sagepatch
 
@@ -76,7 +76,7 @@ def _whole(tiny: Tiny) -> tuple[list[Tensor], int]:
 @pytest.mark.parametrize("model_type", ["qwen3", *map(slow, LONG)])
 def test_a_family_compiles_into_as_many_graphs_as_unpatched(model_type: str) -> None:
     # case 51
-    tiny = build(model_type)
+    tiny = installed(model_type, reached=True)
     _, unpatched = _whole(tiny)
     patch = _patch(tiny.model)
     eager = tiny.outputs()

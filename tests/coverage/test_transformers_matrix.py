@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from transformers_tiny import Tiny, build
+from transformers_tiny import Tiny, installed
 from transformers_types import cases
 
 import sagepatch
@@ -38,19 +38,10 @@ def _configured(tiny: Tiny) -> list[object]:
     ]
 
 
-def _installed(model_type: str) -> Tiny:
-    """The tiny model; older releases of transformers lack the newest families."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    if model_type not in CONFIG_MAPPING_NAMES:
-        pytest.skip("this transformers is older than the family")
-    return build(model_type)
-
-
 @pytest.mark.parametrize("model_type", cases("patched"))
 def test_family(model_type: str) -> None:
     # cases 11, 12, 33, 37, 42
-    tiny = _installed(model_type)
+    tiny = installed(model_type, reached=True)
     plain, before = tiny.outputs(), _configured(tiny)
     assert plain
     assert all(torch.isfinite(out).all() for out in plain)
@@ -77,7 +68,7 @@ def test_family_with_sparse_masks(model_type: str) -> None:
 
 
 def _left(model_type: str, why: str) -> None:
-    tiny = _installed(model_type)
+    tiny = installed(model_type)
     plain, before = tiny.outputs(), _configured(tiny)
     with pytest.raises(NothingPatched, match=why):
         sagepatch.apply(tiny.model)

@@ -39,6 +39,7 @@ class Family:
 
 _MLA = Family({"num_key_value_heads": HEADS})
 _ALL_HEADS = _MLA
+_EAGER = Family({"attn_implementation": "eager"})
 _PATCHES = Family(inputs=patches)
 _PICTURES = Family(inputs=with_pictures)
 _VIDEO = Family(inputs=as_video)
@@ -105,6 +106,10 @@ FAMILIES: dict[str, Family] = {
     "kimi_linear": Family(
         {"num_key_value_heads": HEADS, "layer_types": ["linear_attention", "full_attention"]}
     ),
+    # Older releases run them under SDPA too, and lose their soft cap there.
+    "gemma2": _EAGER,
+    "t5gemma": _EAGER,
+    "vaultgemma": _EAGER,
     "nemotron": Family({"num_key_value_heads": KV_HEADS}),
     "codegen": Family({"rotary_dim": 8}),
     "gptj": Family({"rotary_dim": 8}),
