@@ -34,7 +34,7 @@ OPTIONS = {
 }
 
 
-# case 47: a captured graph serves new inputs, bit for bit
+# A captured graph serves new inputs, bit for bit.
 @few
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_cuda_graphs_replay_on_new_inputs(name, options):
@@ -72,6 +72,7 @@ def test_a_side_stream_is_the_stream_of_the_launches(name):
     assert torch.equal(out, expected)
 
 
+# case 55
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @few
 @pytest.mark.parametrize("guarded", [False, True])
@@ -122,7 +123,7 @@ def test_replays_follow_their_tensors(name, guarded):
         check(other, recipe)
 
 
-# case 48
+# case 50
 def test_threads_share_kernels_and_replays():
     names = ["sage2_8", "sage1_b", "sage2_8b_k128", "sage1_t"]
     call = make(SHAPE)
@@ -148,7 +149,7 @@ def test_threads_share_kernels_and_replays():
     assert not wrong
 
 
-# case 37
+# case 61
 @pytest.mark.parametrize("variant", TRITON, ids=lambda v: v.name)
 def test_every_kernel_knows_its_answer(variant, tmp_path, monkeypatch):
     monkeypatch.setenv("SAGEPATCH_CACHE_DIR", str(tmp_path))
@@ -168,7 +169,7 @@ def _layer(name, guard="auto"):
     return PatchedLayer("block.attn", "self", policy, Request(name), lambda variant: None)
 
 
-# cases 26 and 49: the guard of a layer, without a synchronisation
+# cases 26 and 47: the guard of a layer, without a synchronisation
 @pytest.mark.parametrize("guard", ["auto", "sync"])
 def test_a_non_finite_output_on_finite_inputs_is_recomputed_and_the_layer_demoted(
     guard, monkeypatch
