@@ -62,9 +62,11 @@ def test_a_scale_that_is_no_number_is_refused(scale: float) -> None:
         sagepatch.attention(q, k, v, scale=scale)
 
 
-@pytest.mark.parametrize("name", ["cuda.sage2_8", "sage9", "", "triton.exact", 3, None], ids=str)
+@pytest.mark.parametrize(
+    "name", ["cuda_mma.sage2_8", "sage9", "", "triton.exact", 3, None], ids=str
+)
 def test_names_that_no_kernel_has_are_refused_with_those_there_are(name) -> None:
     q, k, v = qkv()
     with pytest.raises(UnknownVariant, match="no such name; give ") as caught:
         sagepatch.attention(q, k, v, variant=name)
-    assert ("emulated.sage2_8" in str(caught.value)) == (name == "cuda.sage2_8")
+    assert ("emulated.sage2_8" in str(caught.value)) == (name == "cuda_mma.sage2_8")

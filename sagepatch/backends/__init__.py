@@ -39,4 +39,8 @@ def missing_package(needs: tuple[str, ...]) -> str | None:
 
 def unusable(variant: Variant) -> str | None:
     """Why `variant` cannot run on this machine at all, whatever the call; None when it can."""
+    if variant.toolchain == "cuda":
+        from sagepatch.backends.cuda.launch import missing
+
+        return missing("sm_90a")
     return missing_package(variant.needs)

@@ -5,6 +5,7 @@ one is a row here.
 from __future__ import annotations
 
 from sagepatch.numerics.recipe import EXACT, RECIPES
+from sagepatch.spec import MaskKind
 from sagepatch.variant import Tolerance, Variant
 
 _ANY_DEVICE = frozenset({"cpu", "cuda", "mps", "xpu"})
@@ -83,5 +84,40 @@ TRITON = tuple(
     for name in _TRITON_RECIPES
 )
 
-CATALOGUE: tuple[Variant, ...] = (*TRITON, *EMULATED, SDPA)
+# Fastest first at head size 128 on an H200, attention alone.
+_CUDA_RECIPES = (
+    "sage2pp_8_d6",
+    "sage2pp_8_d4",
+    "sage2_8",
+    "sage2_8b",
+    "sage2pp_8",
+    "sage2pp_8_d1",
+    "sage1_b_f32",
+    "sage1_b",
+)
+# Until the whole call has passed its tests on a GPU no plan, tier or "auto" may choose these; then
+# they go before Triton's.
+_CUDA_WITHHELD = "its pre-pass and its attention have not yet run together on a GPU"
+
+CUDA = tuple(
+    Variant(
+        toolchain="cuda",
+        recipe=RECIPES[name],
+        entry="sagepatch.backends.cuda.attention:run",
+        devices=frozenset({"cuda"}),
+        archs=frozenset({90}),
+        head_dims=(8, 256 if (RECIPES[name].keys_per_flush or 64) <= 64 else 128),
+        dtypes=frozenset({"fp16", "bf16"}),
+        tolerance=Tolerance(cosine=0.9999, rel_l1=0.01)
+        if RECIPES[name].pv == "fp16"
+        else Tolerance(cosine=0.9995, rel_l1=0.025),
+        masks=frozenset({MaskKind.NONE, MaskKind.KEY_PADDING}),
+        softcap=False,
+        sinks=False,
+        withheld=_CUDA_WITHHELD,
+    )
+    for name in _CUDA_RECIPES
+)
+
+CATALOGUE: tuple[Variant, ...] = (*TRITON, *CUDA, *EMULATED, SDPA)
 BY_NAME: dict[str, Variant] = {variant.name: variant for variant in CATALOGUE}

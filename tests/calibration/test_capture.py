@@ -188,7 +188,7 @@ class TestCandidates:
         assert len(names) == len(set(names))
         assert tiers.count("fast") == 4
         assert tiers.count("safe") == 2
-        assert all(name.startswith("triton.") for name in names)
+        assert all(name.startswith(("triton.", "cuda.")) for name in names)
 
     def test_an_ampere_gpu_without_fp8_still_has_a_fast_one(self, catalogue) -> None:
         tried = candidate_variants(replace(HOPPER, arch=86), catalogue)
