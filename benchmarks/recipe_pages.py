@@ -176,7 +176,11 @@ def _cost(r: Recipe) -> str:
         "([csv](../../benchmarks/demo_recipes.csv), emulated on a CPU).",
         "",
     ]
-    served = [v.toolchain for v in CATALOGUE if v.recipe is r and v.toolchain != "emulated"]
+    kernels = [v for v in CATALOGUE if v.recipe is r and v.toolchain != "emulated"]
+    served = [v.toolchain for v in kernels if v.withheld is None]
+    if kernels and not served:
+        lines.append(f"`{kernels[0].name}` runs by its full name only: {kernels[0].withheld}.")
+        return "\n".join(lines)
     if not served:
         lines.append("No GPU kernel computes it: it is emulated in plain torch.")
         return "\n".join(lines)
