@@ -211,9 +211,13 @@ def needs_grad(call: Call) -> bool:
     """Whether autograd will want a backward through this call."""
     if not torch.is_grad_enabled():
         return False
-    extra = (call.attn_mask, call.sinks)
-    return any(t.requires_grad for t in (call.q, call.k, call.v)) or any(
-        t is not None and t.requires_grad for t in extra
+    mask, sinks = call.attn_mask, call.sinks
+    return (
+        call.q.requires_grad
+        or call.k.requires_grad
+        or call.v.requires_grad
+        or (mask is not None and mask.requires_grad)
+        or (sinks is not None and sinks.requires_grad)
     )
 
 

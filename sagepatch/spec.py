@@ -87,6 +87,11 @@ class AttnSpec:
         return " ".join([text, *filter(None, options)])
 
 
+# Descriptions by what they depend on: making one costs the host as much as a launch.
+_SPECS: dict[tuple[object, ...], AttnSpec] = {}
+_MOST_SPECS = 4096
+
+
 def mask_kind(mask: Tensor | None) -> MaskKind:
     """Classify a mask by dtype and shape. Integer masks are refused: 0/1 integers have no agreed
     meaning.
@@ -151,6 +156,21 @@ class Call:
         """Describe this call; raises `InvalidArgument` where the shapes do not form one attention
         call.
         """
+        q, k, v, mask = self.q, self.k, self.v, self.attn_mask
+        key = (
+            *(q.shape, k.shape, v.shape, q.dtype, v.dtype, q.device, k.device, v.device),
+            None if mask is None else (mask.shape, mask.dtype),
+            *(self.causal_offset, self.window, self.softcap is None, self.sinks is None),
+            *(self.cu_seqlens_q is None, self.return_lse),
+        )
+        found = _SPECS.get(key)
+        if found is None:
+            if len(_SPECS) >= _MOST_SPECS:
+                _SPECS.clear()
+            found = _SPECS[key] = self._described()
+        return found
+
+    def _described(self) -> AttnSpec:
         q, k, v = self.q, self.k, self.v
         check_shapes(q, k, v)
         if self.attn_mask is not None:

@@ -77,13 +77,13 @@ def _run(call: Call, recipe: Recipe, flags: Tensor | None) -> tuple[Tensor, Tens
     if call.k.shape[2] == 0:
         return out.zero_(), None if lse is None else _lse_of_nothing(call, lse)
     elsewhere = call.q.device.type == "cuda" and call.q.device.index != torch.cuda.current_device()
-    tile = tile_of(call, recipe)
     try:
         with torch.cuda.device(call.q.device) if elsewhere else nullcontext():
-            _launch(call, recipe, tile, out, lse, flags)
+            _launch(call, recipe, out, lse, flags)
     except (CompilationError, OutOfResources, PTXASError) as error:
         raise KernelUnavailable(
-            f"triton.{recipe.name} does not compile for this GPU and call ({tile}): {error}"
+            f"triton.{recipe.name} does not compile for this GPU and call "
+            f"({tile_of(call, recipe)}): {error}"
         ) from error
     return out, lse
 
@@ -95,22 +95,25 @@ def _lse_of_nothing(call: Call, lse: Tensor) -> Tensor:
 
 
 def _launch(
-    call: Call, recipe: Recipe, tile: Tile, out: Tensor, lse: Tensor | None, flags: Tensor | None
+    call: Call, recipe: Recipe, out: Tensor, lse: Tensor | None, flags: Tensor | None
 ) -> None:
-    check(recipe)
     if call.attn_mask is not None or call.sinks is not None or call.packed:
+        check(recipe)
+        tile = tile_of(call, recipe)
         live = live_tiles(call, tile.block_m, tile.block_n)
         codes = prepare(call, recipe, None if live is None else live.seen)
         attend(call, recipe, tile, codes, live, out, lse, flags)
         if flags is not None:
             fallback.run_where(flags, call, out, lse)
         return
-    key = (*_signature(call, recipe, tile), flags is None)
+    key = _signature(call, recipe, flags is not None)
     tensors = {"q": call.q, "k": call.k, "v": call.v, "out": out, "lse": lse, "flags": flags}
     replay = _REPLAYS.get(key)
     if replay is not None:
         replay.run(call.q.device, tensors)
         return
+    check(recipe)
+    tile = tile_of(call, recipe)
     recording = Recording()
     codes = prepare(call, recipe, None, recording)
     attend(call, recipe, tile, codes, None, out, lse, flags, recording)
@@ -123,12 +126,14 @@ def _launch(
         _REPLAYS[key] = replay
 
 
-def _signature(call: Call, recipe: Recipe, tile: Tile) -> tuple[Any, ...]:
+def _signature(call: Call, recipe: Recipe, guarded: bool) -> tuple[Any, ...]:
     """All that compiled kernels and their integer arguments depend on."""
     q, k, v = call.q, call.k, call.v
+    addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    aligned = (addresses[0] | addresses[1] | addresses[2]) % 16 == 0
     return (
         recipe,
-        tile,
+        guarded,
         q.device.index,
         q.shape,
         k.shape,
@@ -139,8 +144,7 @@ def _signature(call: Call, recipe: Recipe, tile: Tile) -> tuple[Any, ...]:
         q.dtype,
         k.dtype,
         v.dtype,
-        (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
-        or (q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16),
+        aligned or tuple(address % 16 for address in addresses),
         q is k,
         k is v,
         q is v,
