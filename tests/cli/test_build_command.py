@@ -99,3 +99,13 @@ kept(Program("prepass.cu", {SMALL.defines!r}))
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert ended.stderr.strip() == "compiling prepass.cu for sm_90a (once)"
+
+
+def test_what_is_compiled_ahead_covers_both_families() -> None:
+    from sagepatch.backends.cuda.instances import instances
+
+    programs = instances("sm_90a")
+    assert len(programs) == len(set(programs))
+    assert {program.source for program in programs} == {"prepass.cu", "attention.cu"}
+    assert {dict(program.defines)["HEAD"] for program in programs} == {64, 128}
+    assert instances("sm_100a") == ()

@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
-from sagepatch.backends.cuda import prepass
+from sagepatch.backends.cuda import attention, prepass
+from sagepatch.backends.cuda.attention import Options
 from sagepatch.backends.cuda.build import Program
+from sagepatch.backends.cuda.prepass_form import refusal
+from sagepatch.numerics.recipe import RECIPES
+
+HEAD_DIMS = (64, 128)
+# What most calls ask of the attention: bf16 or fp16, causal or not, blocks shared out or not.
+CALLS = (
+    Options(),
+    Options(split=True),
+    Options(causal=True),
+    Options(out_half=True),
+    Options(out_half=True, causal=True),
+)
 
 
 def instances(target: str) -> tuple[Program, ...]:
     """The programs of every kernel family for `target`; others are compiled when a call wants
     them.
     """
-    return prepass.instances(target)
+    if target != "sm_90a":
+        return ()
+    found = dict.fromkeys(prepass.instances(target))
+    for recipe in RECIPES.values():
+        for dim in HEAD_DIMS:
+            if recipe.exact or refusal(recipe) or attention.refusal(recipe, dim, dim):
+                continue
+            for options in CALLS:
+                made, _, _ = attention.program(recipe, dim, dim, options)
+                found[made] = None
+    return tuple(found)
