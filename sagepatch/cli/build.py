@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Annotated, Any
@@ -30,6 +31,8 @@ def build(
     Without it each is compiled when a call first wants it. Exit code 3 where nothing can be
     compiled.
     """
+    # The bar says it; a line for each program would only tear it.
+    logging.getLogger("sagepatch.compile").setLevel(logging.WARNING)
     programs = [p for target in targets(all_archs) for p in instances(target)]
     with progress(f"compiling {len(programs)} programs") as step:
         made = compile_all(programs, step)

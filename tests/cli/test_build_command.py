@@ -49,6 +49,7 @@ def test_every_kernel_is_reported_as_its_machine_code_says(sage: Sage, tmp_path:
         assert 0 <= row["shared_bytes"] < 48 << 10
         assert row["options"]["HEAD"] == 64
     assert len(list((tmp_path / "kept/kernels").glob("*.cubin"))) == 1
+    assert "(once)" not in ended.err
 
 
 def test_people_get_a_table(sage: Sage, monkeypatch: pytest.MonkeyPatch) -> None:
