@@ -16,7 +16,7 @@ from sagepatch.backends.catalogue import CATALOGUE, SDPA
 from sagepatch.calibration.choose import Summary
 from sagepatch.calibration.measure import Measurement, Stopwatch, measure
 from sagepatch.dispatch import Request, candidates, wide_stays_exact
-from sagepatch.errors import MachineError
+from sagepatch.errors import KernelUnavailable, MachineError
 from sagepatch.layer import PatchedLayer
 from sagepatch.ops import run_exact
 from sagepatch.spec import AttnSpec, Call
@@ -28,7 +28,7 @@ SAMPLED_CALLS = (1, 2, 4, 8)
 # What calibration tries unless told otherwise, best first: 8-bit recipes of the fast tier and those
 # of the safe one. 4-bit recipes cost accuracy without being faster on most GPUs.
 CANDIDATE_RECIPES = (
-    *("sage2_8b_k128", "sage2_8", "sage2_8b", "sage2pp_8", "sage1_vb"),
+    *("sage2_8b_k128", "sage2_8", "sage2pp_8_d4", "sage2pp_8", "sage1_vb"),
     *("sage1_b", "sage1_b_f32"),
 )
 # Of these at most so many a tier, the first that serve the call.
@@ -111,6 +111,10 @@ class LayerCalibration:
             except torch.OutOfMemoryError:
                 # The call itself fitted: only the measuring did not, so the run goes on.
                 layer.record.note(f"{variant.name} did not fit in memory while measured: {spec}")
+                continue
+            except KernelUnavailable as error:
+                # Found before a launch: the other candidates are measured.
+                layer.record.note(str(error))
                 continue
             except Exception as error:
                 error.add_note(f"raised by {variant.name}, measured in layer {layer.name}: {spec}")

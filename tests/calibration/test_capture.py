@@ -17,7 +17,7 @@ from sagepatch.calibration import capture
 from sagepatch.calibration import measure as measuring
 from sagepatch.calibration.capture import LayerCalibration, candidate_variants, refuse_capture
 from sagepatch.calibration.measure import Stopwatch
-from sagepatch.errors import MachineError
+from sagepatch.errors import KernelUnavailable, MachineError
 from sagepatch.ops import run_exact
 from sagepatch.spec import AttnSpec, Call
 
@@ -109,6 +109,21 @@ def test_a_candidate_that_does_not_fit_in_memory_costs_only_itself(monkeypatch) 
     assert one.record.notes == [
         f"emulated.sage2_8 did not fit in memory while measured: {given.spec()}"
     ]
+
+
+# case 47
+def test_a_candidate_that_does_not_compile_costs_only_itself(monkeypatch) -> None:
+    def uncompilable(variant, *rest):
+        if variant.name == "emulated.sage2_8":
+            raise KernelUnavailable("emulated.sage2_8 does not compile for this GPU")
+        return measuring.measure(variant, *rest)
+
+    monkeypatch.setattr(capture, "measure", uncompilable)
+    one, table = layer(), LayerCalibration(Stopwatch())
+    table.observe(one, call())
+    assert "emulated.sage2_8" not in table.summaries()
+    assert "emulated.sage1_b" in table.summaries()
+    assert one.record.notes == ["emulated.sage2_8 does not compile for this GPU"]
 
 
 # case 47
