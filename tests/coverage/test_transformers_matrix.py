@@ -4,11 +4,13 @@ quantised, bit-equal when restored. Families that cannot be patched say why and 
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch import Tensor
 from transformers_tiny import Tiny, installed
-from transformers_types import cases
+from transformers_types import cases, model_types
 
 import sagepatch
 from sagepatch.errors import NothingPatched
@@ -55,6 +57,41 @@ def test_family(model_type: str) -> None:
     patch.restore()
     assert _same(tiny.outputs(), plain)
     assert _configured(tiny) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("model_type", model_types("patched"))
+def test_padding_on_the_left(model_type: str, implementation: str) -> None:
+    # cases 18, 19, 20, 41: bool masks of SDPA and additive ones of eager attention
+    tiny = installed(model_type, reached=True)
+    tokens, names = tiny.inputs.get("input_ids"), inspect.signature(tiny.model.forward).parameters
+    if tokens is None or "attention_mask" not in names:
+        pytest.skip("takes no padding")
+    if implementation == "eager":
+        tiny.model.set_attn_implementation("eager")
+    mask = torch.ones_like(tokens)
+    mask[1, :9] = 0
+    tiny.inputs["attention_mask"] = mask
+    plain = tiny.outputs()
+    sagepatch.apply(tiny.model, variant="exact")
+    exact = tiny.outputs()
+    patch = sagepatch.apply(tiny.model, variant=RECIPE, emulate=True)
+    quantised = tiny.outputs()
+    assert all(torch.isfinite(out).all() for out in (*exact, *quantised))
+    # What padded positions hold is nobody's, and differs between ways to mask.
+    assert max(_distances(_kept(exact, mask), _kept(plain, mask))) <= EXACT
+    assert max(_distances(_kept(quantised, mask), _kept(plain, mask))) <= QUANTISED
+    patch.restore()
+    assert _same(tiny.outputs(), plain)
+
+
+def _kept(outputs: list[Tensor], mask: Tensor) -> list[Tensor]:
+    """The positions that are no padding, in outputs that have positions."""
+    return [
+        out[mask.bool()] if out.dim() >= 3 and out.shape[:2] == mask.shape else out
+        for out in outputs
+    ]
 
 
 @pytest.mark.parametrize("model_type", cases("by hand"))
