@@ -8,6 +8,7 @@ import logging
 import os
 import platform
 import re
+import shutil
 import stat
 import sys
 from dataclasses import asdict, dataclass
@@ -68,6 +69,8 @@ class Machine:
         gpus = tuple(_gpus())
         driver = nvidia_driver()
         told = problems(versions, gpus, torch.version.cuda, sys.platform, torch.version.hip, driver)
+        if gpus and (compiler := compiler_wanted(versions["triton"])):
+            told.append(compiler)
         return cls(
             system=f"{platform.system()} {platform.machine()}",
             python=platform.python_version(),
@@ -106,6 +109,21 @@ def nvidia_driver() -> str | None:
         return None
     found = re.search(r"Kernel Module[^\n]*?\s(\d+\.[\d.]+)", text)
     return found[1] if found else None
+
+
+def compiler_wanted(triton: str | None) -> str | None:
+    """Triton up to 3.6 builds the launcher of each kernel with a C compiler; a sentence where there
+    is none.
+    """
+    if triton is None or _release(triton) > (3, 6, 99) or sys.platform == "win32":
+        return None
+    named = os.environ.get("CC")
+    if any(shutil.which(name) for name in ([named] if named else ["gcc", "clang", "cc"])):
+        return None
+    return (
+        f"Triton {triton} builds its launchers with a C compiler and finds none "
+        f"({named or 'gcc, clang'}), so the Triton kernels cannot run: install gcc, or set CC"
+    )
 
 
 def problems(

@@ -153,3 +153,27 @@ def test_the_log_level_follows_its_variable(monkeypatch, wanted: str, level: int
 def test_the_switch(monkeypatch, value: str, off: bool) -> None:
     monkeypatch.setenv("SAGEPATCH_DISABLE", value)
     assert env.disabled() is off
+
+
+@pytest.mark.parametrize(
+    ("triton", "found", "cc", "wanted"),
+    [
+        ("3.6.0", set(), None, True),
+        ("3.6.0", {"gcc"}, None, False),
+        ("3.6.0", {"clang"}, None, False),
+        ("3.6.0", {"gcc"}, "/opt/cc", True),
+        ("3.6.0", {"/opt/cc"}, "/opt/cc", False),
+        ("3.9.0", set(), None, False),
+        (None, set(), None, False),
+    ],
+)
+def test_an_old_triton_wants_a_c_compiler(monkeypatch, triton, found, cc, wanted) -> None:
+    monkeypatch.setattr(env.shutil, "which", lambda name: name if name in found else None)
+    monkeypatch.setattr(env.sys, "platform", "linux")
+    if cc is None:
+        monkeypatch.delenv("CC", raising=False)
+    else:
+        monkeypatch.setenv("CC", cc)
+    told = env.compiler_wanted(triton)
+    assert (told is not None) == wanted
+    assert not wanted or "install gcc" in told
