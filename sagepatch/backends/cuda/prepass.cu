@@ -1,6 +1,6 @@
-// The pre-pass in two launches: `queries` makes the codes of Q, `keys_and_values` takes the statistics
-// of K and V head by head and makes their codes while the L2 still has the head. prepass.py documents
-// the results.
+// The pre-pass in two launches: `queries` makes the codes of Q, `keys_and_values` takes the
+// statistics of K and V head by head and makes their codes while the L2 still has the head.
+// prepass.py documents the results.
 //
 // Bytes of device memory, with n_q, n_k, n_v elements of E bytes: read E (n_q + n_k + n_v), written
 // n_q + n_k + n_v (FP16 PV: n_q + n_k + 2 n_v). In bf16 and FP8 PV, at the 4.2 TB/s of an H200:
@@ -15,9 +15,7 @@
 // launch, which knows the mean of K).
 
 #include "ptx.cuh"
-
 #include "rows.cuh"
-
 #include "codes.cuh"
 
 // Tokens of a block; keys are padded to whole blocks.
