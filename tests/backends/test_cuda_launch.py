@@ -215,3 +215,23 @@ def test_tensor_maps_are_made_once_a_tensor():
     assert launch.tensor_map(*arguments) is made
     with pytest.raises(RuntimeError, match="tensor map of"):
         launch.tensor_map(a.data_ptr() + 1, *arguments[1:])
+
+
+def test_where_the_cuda_kernels_cannot_run_triton_s_serve(monkeypatch):
+    from dataclasses import replace
+
+    from sagepatch import backends
+    from sagepatch.backends.catalogue import BY_NAME
+    from sagepatch.dispatch import Request, select
+    from sagepatch.spec import AttnSpec
+
+    monkeypatch.setattr(launch, "missing", lambda target: f"no NVRTC for {target}")
+    monkeypatch.setattr(backends, "missing_package", lambda needs: None)
+    cuda, triton = (
+        replace(BY_NAME[f"{toolchain}.sage2_8"], withheld=None) for toolchain in ("cuda", "triton")
+    )
+    assert backends.unusable(cuda) == "no NVRTC for sm_90a"
+    spec = AttnSpec(1, 24, 24, 4608, 4608, 128, 128, "bf16", "bf16", "cuda", 90)
+    chosen = select(spec, Request("fast"), backends.unusable, (cuda, triton))
+    assert chosen.variant is triton
+    assert "no NVRTC for sm_90a" in chosen.decisions[0].reasons
