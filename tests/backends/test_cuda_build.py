@@ -84,6 +84,12 @@ def test_a_wrong_source_is_refused_with_the_compilers_words(folder):
         build.compile_program(build.Program("wrong.cu"))
 
 
+def test_single_bytes_of_the_process_stay_what_they_are(folder):
+    """A log without words is one byte long, and Python shares its single bytes."""
+    build.compile_program(build.Program("first.cu", (("TIMES", 3),)))
+    assert [bytes([value])[0] for value in range(256)] == list(range(256))
+
+
 def test_the_key_follows_all_that_the_machine_code_depends_on(folder):
     program = build.Program("first.cu", (("TIMES", 3),))
     keys = {

@@ -107,7 +107,7 @@ def compile_program(program: Program) -> Compiled:
         arguments = [argument.encode() for argument in program.arguments]
         (status,) = nvrtc.nvrtcCompileProgram(handle, len(arguments), arguments)
         (size,) = _values(nvrtc.nvrtcGetProgramLogSize(handle))
-        log = b" " * size
+        log = _buffer(size)
         _values(nvrtc.nvrtcGetProgramLog(handle, log))
         said = log.decode(errors="replace").strip("\0 \n")
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
@@ -117,7 +117,7 @@ def compile_program(program: Program) -> Compiled:
                 f"({status.name}): {said}"
             )
         (size,) = _values(nvrtc.nvrtcGetCUBINSize(handle))
-        data = b" " * size
+        data = _buffer(size)
         _values(nvrtc.nvrtcGetCUBIN(handle, data))
     finally:
         nvrtc.nvrtcDestroyProgram(handle)
@@ -161,6 +161,13 @@ def _read(name: str) -> str:
     if Path(name).name != name:
         raise ValueError(f"{name!r} is no file name")
     return (FOLDER / name).read_text(encoding="utf-8")
+
+
+def _buffer(size: int) -> bytes:
+    """Bytes that NVRTC may write `size` of. Python shares one object for all equal single bytes, so
+    a buffer of one, as for an empty log, would change b" " everywhere.
+    """
+    return bytes(max(size, 2))
 
 
 def _values(answer: tuple[Any, ...]) -> tuple[Any, ...]:
