@@ -12,7 +12,8 @@ import transformers
 from models.transformers_models import VOCAB, ids, noise
 from packaging.version import Version
 from torch import Tensor, nn
-from transformers_tiny import NEWEST, build, tiny_config
+from transformers_tiny import NEWEST, build, installed, tiny_config
+from transformers_types import model_types
 
 import sagepatch
 from sagepatch.layer import SHORT
@@ -79,6 +80,52 @@ def test_prefill_runs_the_kernel_and_decoding_is_exact(model_type: str, cache: s
     for layer in patch.layers:
         assert layer.record.by_variant == {"emulated.sage2_8": 1, "sdpa.exact": NEW - 1}
         assert layer.record.fallbacks == {SHORT: NEW - 1}
+    patch.restore()
+    assert torch.equal(model.generate(**_prompt(), **options), plain)
+
+
+def _decoders() -> list[str]:
+    """Every patched model type with a causal language head of its own."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    )
+
+    return [
+        model_type
+        for model_type in model_types("patched")
+        if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        and model_type not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("model_type", _decoders())
+def test_every_decoder_generates(model_type: str, cache: str) -> None:
+    # cases 14, 41, 42
+    from transformers import AutoModelForCausalLM
+
+    config = installed(model_type, reached=True).model.config
+    if hasattr(config, "is_decoder"):
+        config.is_decoder = True
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    if cache == "static" and not getattr(model, "_can_compile_fullgraph", False):
+        pytest.skip("this model takes no static cache")
+    options = GREEDY | {"cache_implementation": cache}
+    plain = model.generate(**_prompt(), **options)
+    sagepatch.apply(model, variant="exact")
+    assert torch.equal(model.generate(**_prompt(), **options), plain)
+    patch = sagepatch.apply(model, variant="sage2_8", emulate=True)
+    model.generate(**_prompt(), **options)
+    for layer in patch.layers:
+        if model_type == "whisper" and layer.kind == "cross":
+            continue  # its decoder alone has nothing to look across at
+        # Some layers attend twice a token: differential attention, loops over the layers.
+        counts = layer.record.by_variant
+        assert counts["sdpa.exact"] == (NEW - 1) * counts["emulated.sage2_8"] > 0, layer.name
+        assert set(layer.record.fallbacks) == {SHORT}
     patch.restore()
     assert torch.equal(model.generate(**_prompt(), **options), plain)
 
