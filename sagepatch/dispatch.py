@@ -13,8 +13,8 @@ from sagepatch.numerics.recipe import RECIPES, TIERS
 from sagepatch.spec import AttnSpec
 from sagepatch.variant import Variant
 
-# "auto" outside a calibrated layer quantises from this many keys and queries up: at 4096 our fastest
-# kernel beat torch's default on an H200, at 1024 it took twice as long (benchmarks/
+# "auto" outside a calibrated layer quantises from this many keys and queries up: on an H200 our
+# fastest kernel beat torch's default at 4096 and took twice as long at 1024 (benchmarks/
 # h200_attention.csv). Calibrated layers are timed, whatever their length.
 AUTO_MIN_LEN = 4096
 
