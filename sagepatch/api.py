@@ -19,14 +19,12 @@ from sagepatch.layer import Guard, Policy
 from sagepatch.patch import Patch, patches_on
 from sagepatch.patchers.model import Parts, fingerprint, parts_of, search
 from sagepatch.patchers.site import Found
-from sagepatch.plan import Plan
+from sagepatch.plan import DEFAULT_THRESHOLD, Plan
 from sagepatch.plan_cache import cached_plan
 
 __all__ = ["Patch", "apply", "calibrate", "restore"]
 
 logger = logging.getLogger("sagepatch")
-
-DEFAULT_THRESHOLD = 0.998
 
 
 def apply(

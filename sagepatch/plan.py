@@ -19,6 +19,8 @@ from sagepatch.numerics.recipe import RECIPES
 from sagepatch.spec import AttnSpec
 
 SCHEMA = 2
+# The least cosine of a layer, in its worst head and sample, where nobody says otherwise.
+DEFAULT_THRESHOLD = 0.998
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from sagepatch.backends.catalogue import BY_NAME
+from sagepatch.backends.catalogue import BY_NAME, SDPA
+from sagepatch.calibration import solve as solver
 from sagepatch.calibration.capture import LayerCalibration
-from sagepatch.calibration.choose import Summary, choose
-from sagepatch.plan import Plan, PlanEntry
+from sagepatch.calibration.choose import FEWEST_SAMPLES, Summary, choose
+from sagepatch.errors import InvalidArgument
+from sagepatch.numerics.recipe import TIERS
+from sagepatch.plan import DEFAULT_THRESHOLD, Plan, PlanEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +42,54 @@ class LayerTable:
             table.summaries(),
         )
 
+    @property
+    def timed(self) -> bool:
+        """Whether exact attention and every candidate were timed."""
+        times = [self.us_exact, *(summary.us for summary in self.candidates.values())]
+        return None not in times
+
+    def options(self) -> list[solver.Option]:
+        """What a solver may choose from: exact attention, and every candidate that stayed finite.
+
+        Costs are times where everything was timed, else the rank of the tier.
+        """
+        timed = self.timed
+        exact = self.us_exact if timed and self.us_exact is not None else TIERS.index("exact")
+        options = [solver.Option(SDPA.name, 0.0, float(exact))]
+        if self.samples < FEWEST_SAMPLES:
+            return options
+        for name, summary in self.candidates.items():
+            if summary.finite:
+                cost = summary.us if timed and summary.us is not None else None
+                rank = TIERS.index(BY_NAME[name].tier)
+                error = solver.relative_error(summary.cosine_mean)
+                options.append(solver.Option(name, error, float(rank if cost is None else cost)))
+        return options
+
     def entry(self, threshold: float) -> PlanEntry:
         """Choose this layer's kernel at `threshold`."""
         choice = choose(
             self.candidates, samples=self.samples, threshold=threshold, us_exact=self.us_exact
         )
-        shown = self.candidates.get(choice.variant)
+        return self.entry_of(choice.variant, choice.reason, choice.alternatives)
+
+    def entry_of(
+        self, variant: str, reason: str, alternatives: tuple[str, ...] | None = None
+    ) -> PlanEntry:
+        """The entry for a chosen kernel; alternatives are those no less accurate, unless given."""
+        shown = self.candidates.get(variant)
+        if alternatives is None:
+            alternatives = tuple(
+                name
+                for name, other in self.candidates.items()
+                if shown is not None and name != variant and other.cosine >= shown.cosine
+            )
         return PlanEntry(
             site=self.site,
             kind=self.kind,
-            variant=choice.variant,
-            numerics_version=BY_NAME[choice.variant].numerics_version,
-            reason=choice.reason,
+            variant=variant,
+            numerics_version=BY_NAME[variant].numerics_version,
+            reason=reason,
             samples=self.samples,
             shapes=self.shapes,
             dtype=self.dtype,
@@ -64,7 +103,7 @@ class LayerTable:
             max_abs_v=_finite(self.max_abs_v),
             us_exact=self.us_exact,
             us_chosen=self.us_exact if shown is None else shown.us,
-            alternatives={name: BY_NAME[name].numerics_version for name in choice.alternatives},
+            alternatives={name: BY_NAME[name].numerics_version for name in alternatives},
         )
 
 
@@ -84,11 +123,57 @@ class Calibration:
     versions: dict[str, str | None]
     layers: tuple[LayerTable, ...]
 
-    def plan(self, threshold: float = 0.998) -> Plan:
-        """Solve for a threshold; pure, and monotone: a higher one never admits more.
+    def plan(
+        self,
+        threshold: float | None = None,
+        *,
+        budget: float | None = None,
+        time_us: float | None = None,
+    ) -> Plan:
+        """Solve the table; pure, and monotone in each bound. One of them at most.
+
+        Args:
+            threshold: the least cosine of every layer, in its worst head and sample (0.998).
+            budget: the largest predicted relative error of the model's output, root mean square
+                (`calibration.solve` has the error model), for instance 0.05.
+            time_us: the most microseconds for one call of every layer; the fastest plan where that
+                cannot be reached. Needs a calibration that was timed, on a GPU.
+
+        Raises:
+            InvalidArgument: two bounds, a bound below 0, or `time_us` where nothing was timed.
 
         >>> strict = calibration.plan(threshold=0.9995)
         """
+        bounds = {"threshold": threshold, "budget": budget, "time_us": time_us}
+        given = {name: value for name, value in bounds.items() if value is not None}
+        if len(given) > 1:
+            raise InvalidArgument(f"{' and '.join(given)} exclude each other: pass one of them")
+        if budget is None and time_us is None:
+            least = DEFAULT_THRESHOLD if threshold is None else threshold
+            return self._plan(least, tuple(layer.entry(least) for layer in self.layers))
+        ((name, bound),) = given.items()
+        if not bound >= 0:
+            raise InvalidArgument(f"{name} is {bound}, needs a number from 0 up")
+        untimed = [layer.site for layer in self.layers if layer.candidates and not layer.timed]
+        if time_us is not None and untimed:
+            raise InvalidArgument(
+                f"time_us needs measured times, and layers such as {untimed[0]} have none: "
+                "calibrate on a GPU, or pass budget or threshold"
+            )
+        options = [layer.options() for layer in self.layers]
+        solve = solver.within_error if budget is not None else solver.within_time
+        chosen = solve(options, bound)
+        predicted = solver.combined([option.error for option in chosen])
+        why = f"{name} {bound:g}: the output is predicted to be off by {predicted:.4f}"
+        entries = tuple(
+            layer.entry_of(option.variant, f"{why}, of which this layer {option.error:.4f}")
+            for layer, option in zip(self.layers, chosen, strict=True)
+        )
+        # What every layer of this plan keeps, as a threshold would say it.
+        kept = [entry.cosine for entry in entries if entry.cosine is not None]
+        return self._plan(min(kept, default=1.0), entries)
+
+    def _plan(self, threshold: float, entries: tuple[PlanEntry, ...]) -> Plan:
         return Plan(
             self.fingerprint,
             self.model,
@@ -96,5 +181,5 @@ class Calibration:
             self.emulated,
             self.gpu,
             self.versions,
-            tuple(layer.entry(threshold) for layer in self.layers),
+            entries,
         )
