@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
-from sagepatch.backends.cuda import attention
+from sagepatch.backends.cuda import attention, attention_tiles
 from sagepatch.numerics import quantize
 from sagepatch.numerics.attention import emulate
 from sagepatch.numerics.exact import exact, members
@@ -27,13 +27,7 @@ ON_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 
 pytestmark = pytest.mark.skipif(not ON_GPU, reason="needs a Hopper GPU")
 DEVICE = torch.device("cuda", 0)
 
-SERVED = [
-    RECIPES[name]
-    for name in (
-        *("sage2_8", "sage2_8b", "sage2pp_8", "sage2pp_8_d1", "sage2pp_8_d4", "sage2pp_8_d6"),
-        *("sage1_b", "sage1_b_f32"),
-    )
-]
+SERVED = [RECIPES[name] for name in attention_tiles.SERVED]
 every_recipe = pytest.mark.parametrize("recipe", SERVED, ids=lambda r: r.name)
 dims = pytest.mark.parametrize("dim", [64, 128])
 # The kernel's own faults, against the same tiles in the same order: exp2 of the hardware and the
@@ -58,7 +52,7 @@ def by_tiles(call: Call, recipe: Recipe) -> tuple[Tensor, Tensor]:
     keys: output and log-sum-exp, fp32. `emulate` has the recipe's own tiles, and another running
     maximum rounds P elsewhere.
     """
-    tile = attention.pick(recipe, call.q.shape[3], call.v.shape[3])
+    tile = attention_tiles.pick(recipe, call.q.shape[3], call.v.shape[3])
     operands = prepare(call, recipe)
     group = call.q.shape[1] // call.k.shape[1]
     k = operands.k_codes.repeat_interleave(group, 1).double()
@@ -173,7 +167,7 @@ SHARED = [
 @dims
 @every_recipe
 def test_blocks_that_several_share(recipe, dim, shape, monkeypatch):
-    if not attention.pick(recipe, dim, dim).shares:
+    if not attention_tiles.pick(recipe, dim, dim).shares:
         pytest.skip("not shared at this size")
     monkeypatch.setattr(attention, "splits", lambda *facts: True)
     attention.launch_of.cache_clear()
@@ -201,10 +195,10 @@ def test_the_emulator_itself_is_as_near_as_other_tiles_allow(recipe):
 
 
 # case 5: head sizes that no swizzle fits
-@pytest.mark.parametrize("dim", [8, 36, 40, 72, 80, 96, 100, 112, 160, 192, 256])
+@pytest.mark.parametrize("dim", [8, 36, 40, 72, 80, 96, 100, 112, 160, 184, 192, 216, 248, 256])
 @every_recipe
 def test_head_sizes(recipe, dim):
-    if attention.refusal(recipe, dim, dim) is None:
+    if attention_tiles.refusal(recipe, dim, dim) is None:
         check(make((1, 2, 1, 200, 400, dim)), recipe)
 
 
@@ -212,7 +206,7 @@ def test_head_sizes(recipe, dim):
 @pytest.mark.parametrize("sizes", [(64, 128), (128, 64), (40, 33), (192, 128)], ids=str)
 @every_recipe
 def test_value_size_of_its_own(recipe, sizes):
-    if attention.refusal(recipe, *sizes) is None:
+    if attention_tiles.refusal(recipe, *sizes) is None:
         check(make((1, 2, 1, 200, 400, *sizes)), recipe)
 
 
@@ -283,7 +277,7 @@ def test_key_masks(recipe, dim, kind, causal_offset):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @every_recipe
 def test_packed_lengths(recipe, dim, causal):
-    if attention.pick(recipe, dim, dim).block_n > 128:
+    if attention_tiles.pick(recipe, dim, dim).block_n > 128:
         pytest.skip("a tile of 192 keys would reach into the next member")
     ends_q = torch.tensor([0, 5, 5, 205, 500, 777], dtype=torch.int32, device=DEVICE)
     ends_kv = torch.tensor([0, 130, 200, 205, 700, 1000], dtype=torch.int32, device=DEVICE)

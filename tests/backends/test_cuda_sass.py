@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sagepatch.backends.cuda.attention import Options, program, refusal
+from sagepatch.backends.cuda.attention_tiles import SERVED, Options, instance, refusal
 from sagepatch.backends.cuda.build import Compiled, Program, compile_program, missing
 from sagepatch.numerics.recipe import RECIPES
 
@@ -19,11 +19,7 @@ pytestmark = pytest.mark.skipif(
     missing("sm_90a") is not None, reason="no NVRTC that compiles for sm_90a"
 )
 
-SERVED = (
-    *("sage2_8", "sage2_8b", "sage2pp_8", "sage2pp_8_d1", "sage2pp_8_d4", "sage2pp_8_d6"),
-    *("sage1_b", "sage1_b_f32"),
-)
-DIMS = (40, 64, 72, 80, 96, 112, 128, 160, 192, 256)
+DIMS = (8, 40, 64, 72, 80, 96, 112, 128, 160, 192, 200, 216, 248, 256)
 PLAIN = Options()
 # What the compiler says of products that it runs one after another.
 SERIALISED = re.compile(r"C75(0[89]|1[0-4])")
@@ -33,8 +29,7 @@ JUMP = re.compile(r"\bBRA\b.*?0x([0-9a-f]+)")
 
 @cache
 def compiled(recipe: str, head_dim: int, options: Options = PLAIN) -> Compiled:
-    made, _, _ = program(RECIPES[recipe], head_dim, head_dim, options)
-    return compile_program(made)
+    return compile_program(instance(RECIPES[recipe], head_dim, head_dim, options).program)
 
 
 def machine_code(cubin: bytes, path: Path) -> list[tuple[int, str]]:
@@ -82,8 +77,8 @@ BUDGET = {
 
 @pytest.mark.parametrize(("recipe", "dim"), BUDGET, ids=str)
 def test_the_main_loop_stays_in_its_budget(recipe, dim, tmp_path):
-    made, tile, _ = program(RECIPES[recipe], dim, dim, PLAIN)
-    code = machine_code(compile_program(made).cubin, tmp_path / "kernel.cubin")
+    tile = instance(RECIPES[recipe], dim, dim, PLAIN).tile
+    code = machine_code(compiled(recipe, dim).cubin, tmp_path / "kernel.cubin")
     main = loops(code)[0]
     assert not count(main, "(LDL|STL)")
     assert len(main) <= BUDGET[recipe, dim]

@@ -11,17 +11,14 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
+from sagepatch.backends.cuda.attention_tiles import HALF_PANEL, Options, instance, pick
 from sagepatch.backends.cuda.build import Program
 from sagepatch.backends.cuda.launch import Kernel, load, tensor_map
 from sagepatch.backends.cuda.prepass import Codes, Plan, plan_of
 from sagepatch.backends.cuda.prepass_form import PAD, QK_PAD, V_PAD, form_of
-from sagepatch.errors import InvalidArgument
 from sagepatch.numerics.recipe import Recipe
 from sagepatch.spec import Call
 
-# Shared memory of a block on sm_90, less a little for what the driver keeps.
-MOST_SHARED_BYTES = 226 << 10
-MOST_STAGES = 4
 # Keys and values of heads that run together are to stay in the L2 cache (50 MB on an H100).
 SECTION_BYTES = 32 << 20
 # Parameters of `attention` and `key_tiles`, as launch.Layout spells them.
@@ -30,158 +27,6 @@ KEY_TILES_SIGNATURE = "PPPii"
 KEY_TILES_THREADS = 1024
 # Sets of tensor maps that one launch remembers.
 MOST_MAPS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """How one instance of the kernel works: everything but the options of a call.
-
-    `block_n` keys a tile; `warpgroups` of 64 query rows each; `pieces` of the value columns that
-    take turns in the temporary sum; `polynomial` of every 8 exponentials go to the FMA pipe;
-    `pingpong`: two warpgroups take turns at the tensor cores; `shares`: the last blocks of queries
-    may be dealt out by tiles of keys, where that was measured to be faster.
-    """
-
-    block_n: int
-    warpgroups: int
-    flush: int
-    pieces: int = 1
-    ones: bool = True
-    polynomial: int = 0
-    pingpong: bool = False
-    in_place: bool = False
-    late_pack: bool = False
-    pinned: bool = False
-    shares: bool = False
-
-    @property
-    def block_m(self) -> int:
-        return 64 * self.warpgroups
-
-    @property
-    def threads(self) -> int:
-        """One warpgroup more, whose first warp copies."""
-        return 128 * (self.warpgroups + 1)
-
-
-def refusal(recipe: Recipe, head_dim: int, v_head_dim: int) -> str | None:
-    """Why the kernel has no instance for this recipe and these head sizes; None when it has."""
-    if recipe.pv not in ("e4m3", "fp16") or recipe.qk_bits != 8 or recipe.smooth_q:
-        return f"recipe {recipe.name} is not one of INT8 Q and K with FP8 or FP16 P and V"
-    if recipe.k_granularity not in ("thread", "block"):
-        return f"K scales per {recipe.k_granularity} are not served, only thread and block"
-    if recipe.smooth_v or recipe.rotate:
-        return f"recipe {recipe.name} smooths V or rotates, which this kernel does not undo"
-    largest = 256 if (recipe.keys_per_flush or 64) <= 64 else 128
-    if max(head_dim, v_head_dim) > largest:
-        return f"head sizes {head_dim} and {v_head_dim} are over {largest}, the most of this recipe"
-    return None
-
-
-@cache
-def pick(recipe: Recipe, head_dim: int, v_head_dim: int) -> Tile:
-    """The tile for a recipe and head sizes. Registers decide: 160 a thread with three consumer
-    warpgroups, 240 with two. Raises `InvalidArgument` where there is none.
-    """
-    why = refusal(recipe, head_dim, v_head_dim)
-    if why is not None:
-        raise InvalidArgument(f"the CUDA kernel cannot run this call: {why}; use triton.*")
-    small = max(head_dim, v_head_dim) <= 64
-    flush = recipe.keys_per_flush
-    three = 3 if small else 2
-    if recipe.pv == "fp16":
-        if flush is None:
-            block_n = 128 if 64 < v_head_dim <= 128 else 64
-            return Tile(
-                block_n,
-                three,
-                block_n,
-                ones=False,
-                pingpong=not small,
-                in_place=True,
-                shares=block_n == 128,
-            )
-        return Tile(64, three, flush, _pieces(v_head_dim, 4), ones=False, pingpong=not small)
-    if flush is None:
-        block_n = 128 if 64 < v_head_dim <= 128 else 64
-        pieces = _pieces(v_head_dim, 2)
-        return Tile(block_n, three, block_n, pieces, pieces == 1, 1 if small else 2, not small)
-    if flush > 128:
-        return Tile(192, 2, flush, polynomial=2, pingpong=True)
-    if flush == 128:
-        polynomial = 1 if small else 2
-        return Tile(128, three, flush, polynomial=polynomial, pingpong=not small, shares=not small)
-    if flush == 64 and 64 < v_head_dim <= 128 and head_dim <= 128:
-        return Tile(128, 2, flush, polynomial=2, pingpong=True)
-    pieces = _pieces(v_head_dim, 4)
-    return Tile(64, three, flush, pieces, pieces == 1, 1 if small else 2, not small)
-
-
-def _pieces(v_head_dim: int, columns_a_register: int) -> int:
-    """Parts of the value columns whose sums fit beside an output of `v_head_dim` columns."""
-    padded = -(-v_head_dim // 8) * 8
-    spare = 208 - padded // 2 - 32 - 16  # scores of 64 keys and two sets of codes
-    pieces = 1
-    while padded // pieces // columns_a_register > spare or padded % (8 * pieces):
-        pieces += 1
-    return pieces
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What a call turns on."""
-
-    causal: bool = False
-    window: bool = False
-    key_mask: bool = False
-    packed: bool = False
-    out_half: bool = False
-    split: bool = False
-
-
-def program(
-    recipe: Recipe, head_dim: int, v_head_dim: int, options: Options, stages: int = MOST_STAGES
-) -> tuple[Program, Tile, int]:
-    """What is compiled for one kind of call, its tile, and its bytes of dynamic shared memory."""
-    tile = pick(recipe, head_dim, v_head_dim)
-    half_v = recipe.pv == "fp16"
-    head = -(-head_dim // 32) * 32
-    value = -(-v_head_dim // 8) * 8
-    row = (32 if head <= 32 else 64 if head <= 64 else 128) * -(-head // 128)
-    if half_v:
-        v_bytes = tile.block_n * 128 * -(-value // 64)
-    else:
-        v_bytes = (value + 8 * tile.ones) * tile.block_n
-    stage = tile.block_n * row + -(-v_bytes // 1024) * 1024
-    fixed = tile.block_m * row + 1024
-    stages = min(stages, (MOST_SHARED_BYTES - fixed) // stage)
-    shared_bytes = fixed + stages * stage
-    defines: dict[str, int | float | str] = {
-        "HEAD": head,
-        "VALUE_DIM": v_head_dim,
-        "BLOCK_N": tile.block_n,
-        "WARPGROUPS": tile.warpgroups,
-        "STAGES": stages,
-        "FLUSH": tile.flush,
-        "PIECES": tile.pieces,
-        "P_LOG2": f"{math.log2(recipe.p_range):.9f}f",
-        "HALF_V": int(half_v),
-        "HALF_T": int(recipe.accumulate == "fp16"),
-        "ONES": int(tile.ones),
-        "POLY": tile.polynomial,
-        "PINGPONG": int(tile.pingpong),
-        "IN_PLACE": int(tile.in_place),
-        "LATE_PACK": int(tile.late_pack),
-        "PINNED": int(tile.pinned),
-        "CAUSAL": int(options.causal),
-        "WINDOW": int(options.window),
-        "KEY_MASK": int(options.key_mask),
-        "PACKED": int(options.packed),
-        "OUT_HALF": int(options.out_half),
-        "SPLIT": int(options.split),
-        "SHARED_BYTES": shared_bytes,
-    }
-    return Program("attention.cu", tuple(defines.items())), tile, shared_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +115,7 @@ class Launch:
         self.tiles = -(-Skv // tile.block_n)
         plain = causal_offset is None and not shape.key_mask and not packed
         self.split = plain and tile.shares and splits(blocks, self.tiles, processors)
-        made, tile, shared_bytes = program(
+        made = instance(
             recipe,
             D,
             Dv,
@@ -285,7 +130,9 @@ class Launch:
         )
         self.shape, self.tile = shape, tile
         self.kernel = load(
-            made, "attention", SIGNATURE, threads=tile.threads, shared_bytes=shared_bytes
+            *(made.program, "attention", SIGNATURE),
+            threads=tile.threads,
+            shared_bytes=made.shared_bytes,
         )
         self.key_tiles: Kernel | None = None
         if shape.key_mask and causal_offset is None:
@@ -310,17 +157,17 @@ class Launch:
             *(causal_offset or 0, shape.window or 0, members),
             *(padded // 64, self.tiles, self.words, share, rest, 0),
         )
-        self.part_floats = self.grid * (value // 2 + 4) * 128 * tile.warpgroups
+        self.part_floats = self.grid * (made.value // 2 + 4) * 128 * tile.warpgroups
         # Tensor maps: dtype, shape, box, bytes of the swizzle.
-        swizzle = 32 if head <= 32 else 64 if head <= 64 else 128
+        swizzle = made.row_bytes
         keys = 64 if tile.block_n % 128 else 128
         i8 = torch.int8
         self.maps = (
             (i8, (B * Hq, Sq, head), (1, tile.block_m, swizzle), swizzle),
             (i8, (B * Hkv, padded, head), (1, tile.block_n, swizzle), swizzle),
-            (torch.float16, (B * Hkv, padded, value), (1, tile.block_n, 64), 128)
+            (torch.float16, (B * Hkv, padded, value), (1, tile.block_n, HALF_PANEL), 128)
             if half_v
-            else (torch.float8_e4m3fn, (B * Hkv, value, padded), (1, value, keys), keys),
+            else (torch.float8_e4m3fn, (B * Hkv, value, padded), (1, made.value, keys), keys),
         )
         self._encoded: dict[tuple[int, int, int], tuple[bytes, ...]] = {}
 

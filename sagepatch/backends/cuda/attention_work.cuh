@@ -1,7 +1,6 @@
 // Which rows and keys a block of queries has: order of blocks, causal and window bounds, members of
-// packed calls. Needs the macros of attention.cu; knows no scores.
+// packed calls. Needs attention_sizes.cuh; knows no scores.
 
-constexpr int BLOCK_M = 64 * WARPGROUPS;
 // A key mask without positions: tiles come from a list, which leaves out those that nobody sees.
 constexpr bool TILE_LIST = KEY_MASK && !CAUSAL;
 
@@ -107,9 +106,9 @@ struct Share {
 };
 constexpr int ALL = 0x7FFFFFFF;
 
-// What a block of threads has to do, one share after another. With SPLIT the last blocks of queries,
-// which would leave most of the GPU idle, are dealt out by tiles: everybody gets as many (or one
-// more), beginning inside one block of queries and ending inside another. All have `tiles` tiles.
+// What a block of threads has to do, one share after another. With SPLIT the last blocks of
+// queries, which would leave most of the GPU idle, are dealt out by tiles: everybody gets as many
+// (or one more), beginning inside one block of queries and ending inside another. All have `tiles`.
 struct Shares {
   int next;       // whole blocks of queries: every gridDim.x-th, before `whole`
   int unit, end;  // tiles of those dealt out

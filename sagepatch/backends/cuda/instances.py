@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sagepatch.backends.cuda import attention, prepass
-from sagepatch.backends.cuda.attention import Options
+from sagepatch.backends.cuda import attention_tiles, prepass
+from sagepatch.backends.cuda.attention_tiles import Options
 from sagepatch.backends.cuda.build import Program
 from sagepatch.backends.cuda.prepass_form import refusal
 from sagepatch.numerics.recipe import RECIPES
@@ -28,9 +28,8 @@ def instances(target: str) -> tuple[Program, ...]:
     found = dict.fromkeys(prepass.instances(target))
     for recipe in RECIPES.values():
         for dim in HEAD_DIMS:
-            if recipe.exact or refusal(recipe) or attention.refusal(recipe, dim, dim):
+            if recipe.exact or refusal(recipe) or attention_tiles.refusal(recipe, dim, dim):
                 continue
             for options in CALLS:
-                made, _, _ = attention.program(recipe, dim, dim, options)
-                found[made] = None
+                found[attention_tiles.instance(recipe, dim, dim, options).program] = None
     return tuple(found)

@@ -1,0 +1,52 @@
+// Sizes of an instance of attention.cu, from its macros: what lies where in shared memory, and how
+// many registers hold what. Needs hopper.cuh and wgmma.cuh.
+
+constexpr int BLOCK_M = 64 * WARPGROUPS;
+// Columns of V as the pre-pass pads them, and as all pieces together have them (zeros, not stored).
+constexpr int VALUE_PADDED = (VALUE_DIM + 7) / 8 * 8;
+constexpr int PIECE_UNIT = PIECES == 1 ? 8 : (HALF_V ? 64 : 8) * PIECES;
+constexpr int VALUE = (VALUE_DIM + PIECE_UNIT - 1) / PIECE_UNIT * PIECE_UNIT;
+constexpr int THREADS = 128 * (WARPGROUPS + 1);
+constexpr int CONSUMER_WARPS = 4 * WARPGROUPS;
+
+// Q and K in shared memory: panels of SWIZZLE bytes a row.
+constexpr int SWIZZLE = HEAD <= 32 ? 32 : HEAD <= 64 ? 64 : 128;
+constexpr int PANELS = (HEAD + 127) / 128;
+constexpr int Q_BYTES = BLOCK_M * SWIZZLE * PANELS;
+constexpr int K_BYTES = BLOCK_N * SWIZZLE * PANELS;
+
+// E4M3: V^T in panels of V_SWIZZLE keys, VALUE rows and, with ONES, a row of ones and 7 of zeros.
+// FP16: V in panels of 64 channels, BLOCK_N rows.
+constexpr int ONES_ROWS = ONES ? 8 : 0;
+constexpr int V_SWIZZLE = HALF_V ? 128 : BLOCK_N % 128 ? 64 : 128;
+constexpr int V_PANELS = HALF_V ? (VALUE + 63) / 64 : BLOCK_N / V_SWIZZLE;
+constexpr int V_PANEL_BYTES = (HALF_V ? BLOCK_N : VALUE + ONES_ROWS) * V_SWIZZLE;
+constexpr int V_LOADED_BYTES = (HALF_V ? BLOCK_N : VALUE) * V_SWIZZLE * V_PANELS;
+constexpr int V_BYTES = (V_PANEL_BYTES * V_PANELS + 1023) / 1024 * 1024;
+static_assert(Q_BYTES + STAGES * (K_BYTES + V_BYTES) + 8 * (4 * STAGES + 2) <= SHARED_BYTES,
+              "the launcher gives too little shared memory");
+
+constexpr int PIECE = VALUE / PIECES;
+constexpr int PV_N = PIECE + ONES_ROWS;  // columns of one P V
+constexpr int FLUSHES = BLOCK_N / FLUSH;
+constexpr int PV_K = HALF_V ? 16 : 32;
+constexpr int SCORES = BLOCK_N / 2;                        // of a thread
+constexpr int CODES = HALF_V ? BLOCK_N / 4 : BLOCK_N / 8;  // registers of P
+constexpr int KEY_GROUPS = BLOCK_N / 64;
+constexpr int T_REGISTERS = PV<PV_N>::REGISTERS;
+static_assert(!(ONES && PIECES > 1), "the ones would be summed once a piece");
+
+// Groups of 8 rows follow one another: rows of `bytes` with the summed axis contiguous, or FP16 V.
+constexpr uint32_t QK_HIGH = (8 * SWIZZLE >> 4) | swizzle_mode(SWIZZLE);
+constexpr uint32_t V_HIGH = (8 * V_SWIZZLE >> 4) | swizzle_mode(V_SWIZZLE);
+// FP16 V: distance of two panels of 64 channels; for rows along the summed axis it is not read.
+constexpr uint32_t V_LEADING = HALF_V ? (uint32_t)(V_PANEL_BYTES >> 4) << 16 : 1u << 16;
+
+// Element e of a sum in the order of FP32 ones: rows 0 0 1 1 of each 8 columns.
+static __device__ __forceinline__ float element(const Sum* t, int e) {
+#if HALF_T
+  return half_at(t[e >> 1], e & 1);
+#else
+  return t[e];
+#endif
+}
