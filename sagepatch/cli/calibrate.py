@@ -14,6 +14,8 @@ from sagepatch.cli.generation import NEW_TOKENS, check, generate, patched_part, 
 from sagepatch.cli.loading import Placement, load
 from sagepatch.cli.saving import check_report, check_target, write_report
 from sagepatch.cli.sources import resolve
+from sagepatch.errors import InvalidArgument
+from sagepatch.plan import DEFAULT_THRESHOLD
 from sagepatch.plan_cache import keep_plan
 
 
@@ -21,7 +23,27 @@ def calibrate(
     model: o.Model,
     prompt: Annotated[list[str], typer.Option(help="A prompt to measure on; repeat for more.")],
     out_file: Annotated[Path, typer.Option("--out", help="The plan.")] = Path("plan.json"),
-    threshold: o.Threshold = 0.998,
+    threshold: Annotated[
+        float | None,
+        typer.Option(
+            help="Least cosine, in the worst head, that a kernel must keep. "
+            f"[default: {DEFAULT_THRESHOLD}]"
+        ),
+    ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            help="Instead of a threshold: the largest relative error of the model's output that "
+            "the layers' errors predict, for instance 0.05."
+        ),
+    ] = None,
+    time_us: Annotated[
+        float | None,
+        typer.Option(
+            "--time-us",
+            help="Instead of a threshold: the most microseconds for one call of every layer.",
+        ),
+    ] = None,
     emulate: o.Emulate = None,
     report: o.Report = None,
     seed: o.Seed = 0,
@@ -34,10 +56,14 @@ def calibrate(
     device: o.Device = "auto",
     offload: o.Offload = "none",
 ) -> None:
-    """Measure each layer's kernels on prompts and write the plan that the threshold allows.
+    """Measure each layer's kernels on prompts and write the plan that the bound allows.
 
     Ctrl-C ends the measuring early and keeps what was measured.
     """
+    bounds = {"--threshold": threshold, "--budget": budget, "--time-us": time_us}
+    given = [f"{name} {value:g}" for name, value in bounds.items() if value is not None]
+    if len(given) > 1:
+        raise InvalidArgument(f"{' and '.join(given)} exclude each other: pass one of them")
     where = Placement.of(device, dtype, offload)
     source = resolve(model)
     check_target(out_file, (".json",), "--out")
@@ -73,13 +99,16 @@ def calibrate(
     part = patched_part(loaded)
     emulated = o.emulation(source, where.device.type, emulate)
     calibration = api.calibrate(part, run=generate_all, emulate=emulated)
-    plan = calibration.plan(threshold)
+    plan = calibration.plan(threshold, budget=budget, time_us=time_us)
     plan.save(out_file)
     with api.apply(part, plan=plan, emulate=emulated) as patch:
-        keep_plan(plan, patch.machine)
+        # The next `apply` looks for a plan of its threshold.
+        if budget is None and time_us is None:
+            keep_plan(plan, patch.machine)
         made = patch.report()
     out().print(made)
-    tell(f"{out_file}: {len(plan.entries)} layers at threshold {threshold:g}", style="bold")
+    bound = given[0].removeprefix("--") if given else f"threshold {DEFAULT_THRESHOLD:g}"
+    tell(f"{out_file}: {len(plan.entries)} layers at {bound}", style="bold")
     if report is not None:
         write_report(made, report)
         tell(f"{report}", style="bold")

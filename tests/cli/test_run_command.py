@@ -74,6 +74,20 @@ class TestFlux:
         assert ended.out.count("emulated.sage2pp_8") == 4
         assert Path("r.html").read_text().startswith("<!")
 
+    def test_a_budget_takes_the_place_of_a_threshold(self, sage: Sage) -> None:
+        wanted = ("calibrate", "flux", "--prompt", "a", *SMALL, "--emulate")
+        made = sage(*wanted, "--budget", 0)
+        assert made.code == 0, made.err
+        assert "plan.json: 4 layers at budget 0" in made.out
+        assert "0 fast, 0 safe, 4 exact" in made.out
+        assert sage(*wanted, "--budget", 9).out.count("4 fast") == 1
+        both = sage(*wanted, "--budget", 0.1, "--threshold", 0.9)
+        assert both.code == 2
+        assert "--threshold 0.9 and --budget 0.1 exclude each other" in both.err
+        untimed = sage(*wanted, "--time-us", 100)
+        assert untimed.code == 2
+        assert "calibrate on a GPU" in untimed.err
+
     # case 60
     def test_a_plan_at_another_size_is_used_with_a_warning(self, sage: Sage) -> None:
         assert sage("calibrate", "flux", "--prompt", "a", *SMALL, "--emulate").code == 0
