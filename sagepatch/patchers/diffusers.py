@@ -23,6 +23,7 @@ from sagepatch.patchers.diffusers_copies import (
     retire,
 )
 from sagepatch.patchers.diffusers_processors import Route, Way, backend_name, elsewhere, way_of
+from sagepatch.patchers.parallel import name_handle
 from sagepatch.patchers.sdpa import named_modules
 from sagepatch.patchers.site import Found, Left, Site, Swap
 
@@ -139,6 +140,8 @@ def install(module: nn.Module, way: Way, layer: PatchedLayer) -> Swap:
     handle = layer.handle
     original = original_of(module.processor)
     ours = patched_copy(original, handle, way.route)
+    before = getattr(original, "_attention_backend", None)
+    unname = name_handle(handle, before, ours) if way.route is Route.DISPATCH else None
     _put(module, ours)
 
     def undo() -> None:
@@ -146,6 +149,8 @@ def install(module: nn.Module, way: Way, layer: PatchedLayer) -> Swap:
             _put(module, original_of(ours))
         # Whoever kept it (diffusers does, to take a fusion back) now holds the original's like.
         retire(ours)
+        if unname is not None:
+            unname()
 
     def replaced_by() -> str | None:
         if module.processor is not ours:

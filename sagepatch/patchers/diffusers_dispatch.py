@@ -16,10 +16,10 @@ from sagepatch.functional import needs_grad, run
 from sagepatch.patchers.carrier import count_elsewhere
 from sagepatch.patchers.code import reached
 from sagepatch.patchers.diffusers_processors import DISPATCH
+from sagepatch.patchers.parallel import refusal, run_parallel
 from sagepatch.patchers.sdpa import OBSERVED, TRAINING, observed_by_others, sdpa_call
 from sagepatch.spec import Call
 
-PARALLEL = "context parallelism keeps diffusers' own dispatch"
 SPARSE = "a block mask, which only diffusers' flex backend reads"
 EXTRA = "arguments for one backend only (attention_kwargs)"
 
@@ -57,15 +57,18 @@ def make_dispatch(plain: Callable[..., Any], before: Any) -> Callable[..., Any]:
         handle = backend if isinstance(backend, Tensor) else None
         if handle is not None:
             call: Call | str
-            if parallel_config is not None:
-                call = PARALLEL
-            elif attention_kwargs:
+            if attention_kwargs:
                 call = EXTRA
             elif attn_mask is not None and not isinstance(attn_mask, Tensor):
                 call = SPARSE
             else:
                 call = _call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            if parallel_config is not None and not isinstance(call, str):
+                call = refusal(query, key, call.attn_mask, is_causal, parallel_config) or call
             if not isinstance(call, str):
+                if parallel_config is not None:
+                    mask, scale = call.attn_mask, call.scale
+                    return run_parallel(query, key, value, mask, scale, handle, parallel_config)
                 return run(call, handle=handle)[0].transpose(1, 2)
             count_elsewhere(handle, call)
             backend = before

@@ -15,7 +15,8 @@ from torch import Tensor
 from sagepatch.backends import unusable
 from sagepatch.dispatch import Request
 from sagepatch.layer import PatchedLayer, Policy
-from sagepatch.patchers.diffusers_dispatch import EXTRA, PARALLEL, SPARSE, make_dispatch
+from sagepatch.patchers.diffusers_dispatch import EXTRA, SPARSE, make_dispatch
+from sagepatch.patchers.parallel import OTHER_KIND
 from sagepatch.patchers.sdpa import DROPOUT, MASK, OBSERVED, TRAINING
 
 EXACT = "sdpa.exact"
@@ -112,7 +113,7 @@ class Recorder:
 
 
 LEFT_ALONE: dict[str, tuple[dict[str, Any], str]] = {
-    "context parallelism": ({"parallel_config": object()}, PARALLEL),
+    "another parallelism": ({"parallel_config": object()}, OTHER_KIND),
     "arguments of one backend": ({"attention_kwargs": {"window_size": (1, 1)}}, EXTRA),
     "block mask": ({"attn_mask": object()}, SPARSE),
     "dropout": ({"dropout_p": 0.1}, DROPOUT),

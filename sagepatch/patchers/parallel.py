@@ -1,0 +1,142 @@
+"""diffusers' context parallelism over our op: Ulysses, ring and both at once.
+
+diffusers exchanges the tensors and merges the parts; only the attention of one process is ours, and
+gives the log-sum-exp that a ring's merge needs. Knows no model. No collective is called here.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from sagepatch.errors import InvalidArgument
+from sagepatch.functional import run
+from sagepatch.patchers.sdpa import sdpa_call
+
+OTHER_KIND = "a parallel configuration that is not diffusers' context parallelism"
+CAUSAL = "diffusers' context parallelism has no causal attention"
+GROUPED = "diffusers' context parallelism has no shared key heads"
+RING_MASK = (
+    "a mask in a ring: each process holds that of its own keys, and diffusers passes no more"
+)
+QUERY_MASK = "a mask over queries or heads, which diffusers does not exchange between processes"
+
+
+def refusal(
+    query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, parallel_config: Any
+) -> str | None:
+    """Why a call under `parallel_config` is left to diffusers, or None where ours can serve it.
+
+    `query` [B, Sq, H, D] and `key` [B, Skv, H, D] are this process's share of the tokens; a mask is
+    one that `sdpa_call` takes. Every process comes to the same answer: it rests on what they share.
+    """
+    shared = getattr(parallel_config, "context_parallel_config", None)
+    if shared is None:
+        return OTHER_KIND
+    if is_causal:
+        return CAUSAL
+    if query.shape[2] != key.shape[2]:
+        return GROUPED
+    if attn_mask is None:
+        return None
+    if shared.ring_degree > 1:
+        return RING_MASK
+    over_keys = all(size == 1 for size in attn_mask.shape[-3:-1])
+    return None if over_keys else QUERY_MASK
+
+
+def run_parallel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    scale: float,
+    handle: Tensor,
+    parallel_config: Any,
+) -> Tensor:
+    """Attention of this process's queries over the keys of all processes: [B, Sq, H, Dv].
+
+    query [B, Sq, H, D], key [B, Skv, H, D] and value [B, Skv, H, Dv] are this process's share of
+    the tokens; `attn_mask` is over its keys, [B, 1, 1, Skv] or as broadcasts to it. Each process
+    calls the layer of `handle` on what diffusers brings it: with Ulysses all tokens of some heads,
+    in a ring once for each process's keys. Forward only: a backward raises `InvalidArgument`.
+    """
+    from diffusers.models.attention_dispatch import _templated_context_parallel_attention
+
+    out: Tensor = _templated_context_parallel_attention(
+        query,
+        key,
+        value,
+        attn_mask,
+        scale=scale,
+        forward_op=functools.partial(_attend, handle),
+        backward_op=_refuse_backward,
+        _parallel_config=parallel_config,
+    )
+    return out
+
+
+def _attend(
+    handle: Tensor,
+    ctx: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    _save_ctx: bool = True,
+    _parallel_config: Any = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """One call as diffusers makes it: the output [B, Sq, H, Dv], with `return_lse` also the natural
+    log-sum-exp [B, Sq, H] fp32.
+    """
+    from diffusers.models.attention_dispatch import _wait_tensor
+
+    # In a ring the keys of others may still be on their way until now.
+    query, key, value = (_wait_tensor(tensor) for tensor in (query, key, value))
+    call = sdpa_call(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+    )
+    # Every reason against a call was looked for before the exchange, which changes none of them.
+    assert not isinstance(call, str), call
+    out, lse = run(replace(call, return_lse=return_lse), handle=handle)
+    out = out.transpose(1, 2)
+    return (out, lse.transpose(1, 2)) if return_lse else out
+
+
+def _refuse_backward(*args: Any, **kwargs: Any) -> Any:
+    raise InvalidArgument(
+        "quantised attention under context parallelism has no backward: "
+        "call the model under torch.no_grad(), or take the patch back to train"
+    )
+
+
+def name_handle(handle: Tensor, before: Any, holder: Any) -> Callable[[], object]:
+    """Let diffusers read a layer's handle, where it expects a backend's name, as the backend that
+    the layer had before: `enable_parallelism` looks its first processor's up.
+
+    It is one entry beside the names in the enum's table, gone with the call that is returned, or
+    with `holder`, the processor that carries the handle.
+    """
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+    active, _ = _AttentionBackendRegistry.get_active_backend()
+    table: dict[Any, Any] = AttentionBackendName._value2member_map_
+    table[handle] = AttentionBackendName(active if before is None else before)
+    return weakref.finalize(holder, table.pop, handle, None)
