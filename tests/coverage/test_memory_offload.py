@@ -195,6 +195,28 @@ def test_loaded_with_a_device_map(tmp_path: Path) -> None:
     assert torch.allclose(_out(placed, inputs), plain, atol=1e-5)
 
 
+@pytest.mark.parametrize("order", ["before the patch", "after the patch"])
+@pytest.mark.parametrize("build", [tiny_llama, tiny_falcon])
+def test_prepared_for_mixed_precision(build: Any, order: str) -> None:
+    # case 23: accelerate wraps the model's forward in autocast
+    from accelerate import Accelerator
+
+    model, inputs = build()
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    if order == "before the patch":
+        model = accelerator.prepare(model)
+    patch = sagepatch.apply(model, variant=RECIPE, emulate=True)
+    if order == "after the patch":
+        model = accelerator.prepare(model)
+    _out(model, inputs)
+    for layer in patch.layers:
+        assert layer.record.by_variant == {f"emulated.{RECIPE}": 1}
+        assert {spec.dtype for spec in layer.record.specs} == {"bf16"}
+    patch.restore()
+    _out(model, inputs)
+    assert all(layer.record.calls == 1 for layer in patch.layers)
+
+
 def _live() -> int:
     """Tensors alive in the process."""
     gc.collect()

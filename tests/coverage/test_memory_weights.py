@@ -197,3 +197,18 @@ def test_a_copy_under_offloading_hooks() -> None:
     twin = copy.deepcopy(model)
     assert torch.equal(first_output(twin, inputs), plain)
     assert all(layer.record.calls == 1 for layer in patch.layers)
+
+
+def test_a_cache_of_quantised_keys_and_values() -> None:
+    pytest.importorskip("optimum.quanto")
+    model, inputs = tiny_llama()
+    config = {"backend": "quanto", "nbits": 4, "residual_length": 8, "q_group_size": 16}
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    options |= {"cache_implementation": "quantized", "cache_config": config}
+    plain = model.generate(**inputs, **options)
+    sagepatch.apply(model, variant="exact")
+    assert torch.equal(model.generate(**inputs, **options), plain)
+    patch = sagepatch.apply(model, variant=RECIPE, emulate=True)
+    model.generate(**inputs, **options)
+    for layer in patch.layers:
+        assert layer.record.by_variant == {f"emulated.{RECIPE}": 1, "sdpa.exact": 5}

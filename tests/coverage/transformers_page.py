@@ -21,6 +21,7 @@ from transformers_walk import (  # noqa: E402
     UNIMPORTABLE,
     Verdict,
     modeling_modules,
+    module_classes,
     verdicts,
 )
 
@@ -55,7 +56,7 @@ Made by `python tests/coverage/transformers_page.py` from transformers {version}
 it is stale. {families} families define attention of their own; in {reached} of them every or some
 layers run our kernels. {tiny} of these are built tiny from their true classes, patched, compared
 with the unpatched model and restored bit-equal by `tests/coverage/test_transformers_matrix.py`.
-Families that only combine others (LLaVA, PaliGemma, RAG, ...) are reached through their parts.
+Families that only combine others (LLaVA, PaliGemma, ...) are reached through their parts.
 
 - **reached**: *interface*, by transformers' attention interface; *its SDPA call*, by redirecting
   the call that the module itself makes; *no*: none of its layers, the last column says why.
@@ -91,10 +92,30 @@ def page() -> str:
         tiny=len(tested & set(reached)),
         fused=f"`{FUSED_MODULE}`",
     )
-    closing = "\nNot read here, for want of a package: " + ", ".join(
-        f"{family} ({package})" for family, package in UNIMPORTABLE.items()
+    others = sorted(modeling_modules().keys() - held.keys() - {"auto"})
+    combining = [family for family in others if _combines(family)]
+    plain = [f for f in others if f not in combining and modeling_modules()[f]]
+    unread = [f"{family} ({package})" for family, package in UNIMPORTABLE.items()]
+    closing = [
+        f"Families that combine others, and are reached through what they hold: {', '.join(combining)}.",
+        f"Families without attention (timm_backbone and timm_wrapper hold timm's, see "
+        f"[coverage-timm.md](coverage-timm.md)): {', '.join(plain)}.",
+        f"Not read here, for want of a package: {', '.join(unread)}.",
+    ]
+    return f"{intro}{_HEAD}{rows}\n" + "\n\n".join(closing) + "\n"
+
+
+def _combines(family: str) -> bool:
+    """Whether a model of this family holds models of others, by its config or its imports."""
+    configs = (getattr(owner, "config_class", None) for owner in module_classes(family))
+    named = (value for file in modeling_modules()[family] for value in vars(file).values())
+    modules = (value.__module__ for value in named if isinstance(value, type))
+    return any(getattr(config, "sub_configs", None) for config in configs) or any(
+        module.startswith("transformers.models.")
+        and ".modeling_" in module
+        and module.split(".")[2] != family
+        for module in modules
     )
-    return f"{intro}{_HEAD}{rows}{closing}.\n"
 
 
 def _folder(model_type: str) -> str:
