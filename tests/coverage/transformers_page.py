@@ -97,7 +97,8 @@ def page() -> str:
     plain = [f for f in others if f not in combining and modeling_modules()[f]]
     unread = [f"{family} ({package})" for family, package in UNIMPORTABLE.items()]
     closing = [
-        f"Families that combine others, and are reached through what they hold: {', '.join(combining)}.",
+        "Families that combine others, and are reached through what they hold: "
+        f"{', '.join(combining)}.",
         f"Families without attention (timm_backbone and timm_wrapper hold timm's, see "
         f"[coverage-timm.md](coverage-timm.md)): {', '.join(plain)}.",
         f"Not read here, for want of a package: {', '.join(unread)}.",
