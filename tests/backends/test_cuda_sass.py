@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
     missing("sm_90a") is not None, reason="no NVRTC that compiles for sm_90a"
 )
 
-DIMS = (8, 40, 64, 72, 80, 96, 112, 128, 160, 192, 200, 216, 248, 256)
+DIMS = (8, 40, 72, 80, 96, 112, 160, 192, 200, 216, 256)
 PLAIN = Options()
 # What the compiler says of products that it runs one after another.
 SERIALISED = re.compile(r"C75(0[89]|1[0-4])")
@@ -27,9 +27,12 @@ INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);")
 JUMP = re.compile(r"\bBRA\b.*?0x([0-9a-f]+)")
 
 
-@cache
+# Recipes whose scales alone differ share a program.
+compile_once = cache(compile_program)
+
+
 def compiled(recipe: str, head_dim: int, options: Options = PLAIN) -> Compiled:
-    return compile_program(instance(RECIPES[recipe], head_dim, head_dim, options).program)
+    return compile_once(instance(RECIPES[recipe], head_dim, head_dim, options).program)
 
 
 def machine_code(cubin: bytes, path: Path) -> list[tuple[int, str]]:
@@ -119,10 +122,9 @@ def test_options_do_not_spill(options):
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("recipe", SERVED)
-@pytest.mark.parametrize("causal", [False, True], ids=["dense", "causal"])
-def test_every_instance_compiles(recipe, dim, causal):
+def test_every_instance_compiles(recipe, dim):
     if refusal(RECIPES[recipe], dim, dim) is None:
-        check(compiled(recipe, dim, Options(causal=causal)), recipe)
+        check(compiled(recipe, dim), recipe)
 
 
 # Loops of masked tiles may keep a few registers outside: they run once or twice a block of queries.

@@ -135,18 +135,18 @@ def pick(recipe: Recipe, head_dim: int, v_head_dim: int) -> Tile:
         return Tile(128, warpgroups, flush, polynomial=polynomial, pingpong=two, shares=two)
     if flush == 64 and 64 < v_head_dim <= 128 and head_dim <= 128:
         return Tile(128, 2, flush, polynomial=2, pingpong=True)
-    pieces = _pieces(v_head_dim, 4, V_PAD)
+    pieces = _pieces(v_head_dim, 4, V_PAD, 64 // flush)
     return Tile(64, warpgroups, flush, pieces, pieces == 1, polynomial, two)
 
 
-def _pieces(v_head_dim: int, columns_a_register: int, unit: int) -> int:
-    """The fewest parts of the value columns whose sums fit beside the output and a tile of 64 keys;
-    parts are multiples of `unit` columns where there are several.
+def _pieces(v_head_dim: int, columns_a_register: int, unit: int, sums: int = 1) -> int:
+    """The fewest parts of the value columns whose sums (`sums` of them in a tile of 64 keys) fit
+    beside the output and the scores; several parts are multiples of `unit` columns.
     """
     scores_and_codes = 32 + 16
     for pieces in range(1, MOST_COLUMNS // V_PAD):
         value = _columns(v_head_dim, pieces, unit)
-        taken = value // 2 + value // pieces // columns_a_register + scores_and_codes
+        taken = value // 2 + sums * value // pieces // columns_a_register + scores_and_codes
         if value <= MOST_COLUMNS and taken <= MOST_REGISTERS:
             return pieces
     raise AssertionError(f"no parts of {v_head_dim} columns fit")
