@@ -115,7 +115,7 @@ def test_usual_sizes_do_not_spill_and_overlap(recipe, dim):
     ids=lambda o: "_".join(n for n in Options.__slots__ if getattr(o, n)),
 )
 def test_options_do_not_spill(options):
-    recipe = "sage2pp_8_d4" if options.split else "sage2_8"
+    recipe = "sage1_b_f32" if options.split else "sage2_8"
     check(compiled(recipe, 128, options), recipe)
 
 

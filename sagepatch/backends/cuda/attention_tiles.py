@@ -33,7 +33,8 @@ class Tile:
     `polynomial` of every 8 exponentials go to the FMA pipe; `pingpong`: two warpgroups take turns
     at the tensor core; `in_place`: P V is added to the output itself; `late_pack`: codes of P are
     made when P V has ended; `pinned`: P V is waited for behind the softmax, whatever the compiler
-    thinks; `shares`: the last blocks of queries may be dealt out by tiles of keys.
+    thinks; `shares`: the last blocks of queries may be dealt out by tiles of keys. (E4M3 codes of P
+    follow the running maximum of a part then, as far from the emulator's as two roundings are.)
     """
 
     block_n: int
@@ -132,7 +133,7 @@ def pick(recipe: Recipe, head_dim: int, v_head_dim: int) -> Tile:
     if flush > 128:
         return Tile(192, 2, flush, polynomial=2, pingpong=True)
     if flush == 128:
-        return Tile(128, warpgroups, flush, polynomial=polynomial, pingpong=two, shares=two)
+        return Tile(128, warpgroups, flush, polynomial=polynomial, pingpong=two)
     if flush == 64 and 64 < v_head_dim <= 128 and head_dim <= 128:
         return Tile(128, 2, flush, polynomial=2, pingpong=True)
     pieces = _pieces(v_head_dim, 4, V_PAD, 64 // flush)

@@ -31,5 +31,7 @@ def instances(target: str) -> tuple[Program, ...]:
             if recipe.exact or refusal(recipe) or attention_tiles.refusal(recipe, dim, dim):
                 continue
             for options in CALLS:
+                if options.split and not attention_tiles.pick(recipe, dim, dim).shares:
+                    continue
                 found[attention_tiles.instance(recipe, dim, dim, options).program] = None
     return tuple(found)
