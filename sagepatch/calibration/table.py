@@ -9,6 +9,7 @@ from sagepatch.backends.catalogue import BY_NAME, SDPA
 from sagepatch.calibration import solve as solver
 from sagepatch.calibration.capture import LayerCalibration
 from sagepatch.calibration.choose import FEWEST_SAMPLES, Summary, choose
+from sagepatch.calibration.merge import gathered, merged
 from sagepatch.errors import InvalidArgument
 from sagepatch.numerics.recipe import TIERS
 from sagepatch.plan import DEFAULT_THRESHOLD, Plan, PlanEntry
@@ -122,6 +123,25 @@ class Calibration:
     gpu: str
     versions: dict[str, str | None]
     layers: tuple[LayerTable, ...]
+
+    def merge(self, *others: Calibration) -> Calibration:
+        """This table and those of other processes or prompts as one: the worst error of all counts.
+
+        Raises `InvalidArgument` where models, GPUs, versions or `emulate` differ.
+
+        >>> plan = calibration.merge(another).plan()
+        """
+        return merged((self, *others))
+
+    def gather(self) -> Calibration:
+        """The tables of every process of `torch.distributed`'s default group, merged; each process
+        must call it and gets the same.
+
+        Raises `InvalidArgument` where no group was set up, and as `merge`.
+
+        >>> plan = calibration.gather().plan()
+        """
+        return gathered(self)
 
     def plan(
         self,
