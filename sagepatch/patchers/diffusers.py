@@ -113,12 +113,15 @@ def calls_processor(module: nn.Module) -> bool:
 def kind_of(name: str, module: nn.Module, processor: object) -> SiteKind:
     """Self, cross or joint attention, from what the module says of itself."""
     words = f"{type(module).__name__} {type(processor).__name__}".lower()
+    crosses = "cross" in words.replace("crossframe", "")
+    at_cross_place = name.rpartition(".")[2] in _CROSS_PLACES
     flag = getattr(module, "is_cross_attention", None)
-    if flag or "cross" in words.replace("crossframe", ""):
+    # The flag only says that somebody gave a width for the keys, be it the queries' own.
+    if crosses or (flag and (at_cross_place or _reads_other_width(module))):
         return "cross"
     if any(getattr(module, projection, None) is not None for projection in _SECOND_STREAM):
         return "joint"
-    if flag is None and (name.rpartition(".")[2] in _CROSS_PLACES or _reads_other_width(module)):
+    if flag is None and (at_cross_place or _reads_other_width(module)):
         return "cross"
     # A refiner runs a joint model's processor over one stream alone.
     joint = type(processor).__name__ in _JOINT and "refiner" not in name

@@ -151,7 +151,7 @@ UNETS = (
             "attention_head_dim": 8,
             "layers_per_block": 3,
             "block_out_channels": (16, 16, 16, 32),
-            "cross_attention_dim": 16,
+            "cross_attention_dim": 24,
             "encoder_hid_dim": 32,
         },
         inputs.kandinsky3,

@@ -67,3 +67,21 @@ def test_other_models_run_the_kernel_at_every_call_and_come_back(other: Family) 
     assert set(fallbacks) <= {RANK}
     assert torch.equal(fast.out, row.reference) == bool(fallbacks)
     assert torch.equal(row.after, row.reference)
+
+
+KINDS = {
+    # Their self-attention is given a width for the keys, which diffusers calls cross-attention.
+    ("Kandinsky 3", "up_blocks.0.attentions.0.attention"): "self",
+    ("Kandinsky 3", "up_blocks.0.attentions.1.attention"): "cross",
+    ("OmniGenTransformer2DModel", "layers.0.self_attn"): "joint",
+    ("aMUSEd", "transformer_layers.0.attn1"): "self",
+    ("aMUSEd", "transformer_layers.0.attn2"): "cross",
+    ("Wan Animate", "face_adapter.0"): "cross",
+    ("LTX-2", "transformer_blocks.0.audio_to_video_attn"): "cross",
+}
+
+
+@pytest.mark.parametrize(("name", "site"), KINDS)
+def test_kind_of_layers_whose_flag_misleads(name: str, site: str) -> None:
+    (model,) = (each for each in (*FAMILIES, *OTHERS) if each.name == name)
+    assert row_of(model).runs[EXACT].patched.layers[site].kind == KINDS[name, site]
