@@ -10,7 +10,8 @@ from itertools import pairwise
 from typing import Literal, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from sagepatch import ops as _ops  # noqa: F401  (registers torch.ops.sagepatch)
 from sagepatch.backends.sdpa import run as run_sdpa
@@ -127,12 +128,18 @@ def attention(
         )
     if layout not in ("BHSD", "BSHD"):
         raise InvalidArgument(f"layout is {layout!r}, needs 'BHSD' or 'BSHD'")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            kind = "a nested tensor" if tensor.is_nested else f"of layout {tensor.layout}"
+            raise InvalidArgument(f"{name} is {kind}, needs a dense one; see cu_seqlens_q")
     batched = q.dim() == 4
     if not batched and layout == "BHSD" and q.dim() == k.dim() == v.dim() == 3:
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     if layout == "BSHD" and q.dim() == k.dim() == v.dim() == 4:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     check_shapes(q, k, v)
+    if q.shape[1] == 0 or q.shape[3] == 0:
+        raise InvalidArgument(f"q has {q.shape[1]} heads of size {q.shape[3]}, needs 1 or more")
     _check_options(q, attn_mask, is_causal, scale, causal_offset, window, softcap, sinks)
     check_devices(
         q, attn_mask=attn_mask, sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv
@@ -179,7 +186,7 @@ def run(
     if needs_grad(call):
         if handle is None and variant not in ("auto", "exact"):
             raise InvalidArgument(
-                f"variant {variant!r} has no backward; "
+                f"variant {variant!r} has no backward and no tangent; "
                 "call it under torch.no_grad() or pass variant='exact'"
             )
         out, lse = run_sdpa(call, EXACT)
@@ -208,10 +215,16 @@ AUTOCAST_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 
 
 def needs_grad(call: Call) -> bool:
-    """Whether autograd will want a backward through this call."""
+    """Whether autograd will want a derivative through this call: a backward, or a tangent of
+    forward-mode differentiation (`torch.func.jvp`), which `torch.no_grad()` does not switch off.
+    """
+    mask, sinks = call.attn_mask, call.sinks
+    if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
+        given = (call.q, call.k, call.v, mask, sinks)
+        if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in given):
+            return True
     if not torch.is_grad_enabled():
         return False
-    mask, sinks = call.attn_mask, call.sinks
     return (
         call.q.requires_grad
         or call.k.requires_grad
@@ -261,16 +274,25 @@ def _check_options(
         raise InvalidArgument(f"scale={scale} must be finite")
     if causal_offset is not None and not is_causal:
         raise InvalidArgument(f"causal_offset={causal_offset} needs is_causal=True")
+    for name, value in (("causal_offset", causal_offset), ("window", window)):
+        if value is not None and not _whole(value):
+            raise InvalidArgument(f"{name}={value!r} must be a whole number of 64 bits")
     if window is not None and window < 1:
         raise InvalidArgument(
             f"window={window} must keep at least the token itself: pass 1 or more"
         )
-    if softcap is not None and not softcap > 0:
-        raise InvalidArgument(f"softcap={softcap} must be positive")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise InvalidArgument(f"softcap={softcap} must be positive and finite")
     if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
         raise InvalidArgument(
             f"sinks has shape {tuple(sinks.shape)}, needs one value a query head: ({q.shape[1]},)"
         )
+
+
+def _whole(value: object) -> bool:
+    if isinstance(value, torch.SymInt):
+        return True
+    return isinstance(value, int) and abs(value) < 1 << 63
 
 
 def _check_packed(
@@ -293,7 +315,9 @@ def _check_packed(
             )
         if offsets.numel() < 2:
             raise InvalidArgument(f"{name} needs at least two entries, found {offsets.numel()}")
-        if offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+        # A fake tensor or a traced one holds no numbers yet.
+        known = type(offsets) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()
+        if offsets.device.type == "cpu" and known:
             steps = offsets.tolist()
             if steps[0] != 0 or steps[-1] != total or any(a > b for a, b in pairwise(steps)):
                 raise InvalidArgument(
