@@ -169,6 +169,7 @@ def test_blocks_that_several_share(recipe, dim, shape, monkeypatch):
     if not attention_tiles.pick(recipe, dim, dim).shares:
         pytest.skip("not shared at this size")
     monkeypatch.setattr(attention, "splits", lambda *facts: True)
+    monkeypatch.setattr(attention, "_READY", {})
     attention.launch_of.cache_clear()
     check(make((*shape, dim)), recipe)
     attention.launch_of.cache_clear()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,10 +28,11 @@ KEY_TILES_SIGNATURE = "PPPii"
 KEY_TILES_THREADS = 1024
 # Sets of tensor maps that one launch remembers.
 MOST_MAPS = 64
+# Kinds of call that are remembered; past it all are forgotten.
+MOST_READY = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Operands:
+class Operands(NamedTuple):
     """Addresses of what the pre-pass leaves, 0 for what it does not; prepass.Codes says what is
     there.
     """
@@ -54,15 +56,37 @@ class Operands:
         )
         return cls(*(0 if t is None else t.data_ptr() for t in tensors))
 
+
+class Offsets(NamedTuple):
+    """Where the operands lie in the scratch memory of the pre-pass, None for what it has not."""
+
+    q8: int | None
+    k8: int | None
+    values: int | None
+    q_scale_log2: int | None
+    k_scale: int | None
+    v_scale: int | None
+    shift_log2: int | None
+    key_bits: int | None
+
     @classmethod
-    def at(cls, prepared: Plan, scratch: int) -> Operands:
-        """The addresses in the scratch memory that a plan of the pre-pass fills."""
-        offsets = prepared.offsets
-        names = (
-            *("q8", "k8", "vt8" if "vt8" in offsets else "v16", "q_scale_log2", "k_scale"),
-            *("v_scale", "shift_log2", "key_bits"),
+    def of(cls, prepared: Plan) -> Offsets:
+        """As a plan of the pre-pass lays them out."""
+        find = prepared.offsets.get
+        return cls(
+            find("q8"),
+            find("k8"),
+            find("vt8", find("v16")),
+            find("q_scale_log2"),
+            find("k_scale"),
+            find("v_scale"),
+            find("shift_log2"),
+            find("key_bits"),
         )
-        return cls(*(scratch + offsets[name] if name in offsets else 0 for name in names))
+
+    def at(self, scratch: int) -> Operands:
+        """Addresses, for scratch memory at `scratch`."""
+        return Operands._make([0 if at is None else scratch + at for at in self])
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,26 +209,27 @@ class Launch:
             parts = torch.empty(self.part_floats, dtype=torch.float32, device=out.device)
             size = self.grid * self.tile.warpgroups
             ready = torch.zeros(size, dtype=torch.int32, device=out.device)
+        cu_q, cu_kv = call.cu_seqlens_q, call.cu_seqlens_kv
         self.kernel(
             device,
             self.grid,
             *self._maps(operands),
-            operands.q_scale_log2,
-            operands.k_scale,
-            operands.v_scale,
-            operands.shift_log2,
-            *(
-                0 if t is None else t.data_ptr()
-                for t in (call.cu_seqlens_q, call.cu_seqlens_kv, listed, counts)
-            ),
+            *operands[3:7],
+            0 if cu_q is None else cu_q.data_ptr(),
+            0 if cu_kv is None else cu_kv.data_ptr(),
+            0 if listed is None else listed.data_ptr(),
+            0 if counts is None else counts.data_ptr(),
             operands.key_bits,
-            *(0 if t is None else t.data_ptr() for t in (out, lse, parts, ready)),
+            out.data_ptr(),
+            0 if lse is None else lse.data_ptr(),
+            0 if parts is None else parts.data_ptr(),
+            0 if ready is None else ready.data_ptr(),
             *self.numbers,
         )
 
     def _maps(self, operands: Operands) -> tuple[bytes, ...]:
         """Tensor maps of Q, K and V, remembered: an allocator gives the same addresses again."""
-        key = (operands.q8, operands.k8, operands.values)
+        key = operands[:3]
         found = self._encoded.get(key)
         if found is None:
             if len(self._encoded) >= MOST_MAPS:
@@ -257,13 +282,48 @@ def run(call: Call, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
     return out, lse
 
 
+class Ready(NamedTuple):
+    """What a call of a known kind needs; `recipe` is held so that its id stays its own."""
+
+    recipe: Recipe
+    prepared: Plan
+    launch: Launch
+    offsets: Offsets
+
+
+_READY: dict[tuple[Any, ...], Ready] = {}
+
+
+def _kind(call: Call, recipe: Recipe) -> tuple[Any, ...]:
+    """Everything that a launch depends on, but for addresses, as cheaply as Python allows: hashing
+    a recipe costs more than all of this.
+    """
+    q, k, v, mask = call.q, call.k, call.v, call.attn_mask
+    members = call.cu_seqlens_kv
+    return (
+        *(id(recipe), q.device.index, q.shape, k.shape, v.shape[3]),
+        *(q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype),
+        (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0,
+        *(call.causal_offset, call.window, call.bshd_out, call.return_lse),
+        None if mask is None else (mask.shape, mask.stride()),
+        None if members is None else members.numel(),
+    )
+
+
 def _run(call: Call, recipe: Recipe, out: Tensor, lse: Tensor | None) -> None:
-    launch = launch_of(Shape.of(call, recipe, out))
-    prepared = plan_of(form_of(call, recipe))
-    scratch = torch.empty(prepared.scratch_bytes, dtype=torch.uint8, device=out.device)
+    kind = _kind(call, recipe)
+    ready = _READY.get(kind)
+    if ready is None:
+        prepared = plan_of(form_of(call, recipe))
+        launch = launch_of(Shape.of(call, recipe, out))
+        ready = Ready(recipe, prepared, launch, Offsets.of(prepared))
+        if len(_READY) >= MOST_READY:
+            _READY.clear()
+        _READY[kind] = ready
+    scratch = torch.empty(ready.prepared.scratch_bytes, dtype=torch.uint8, device=out.device)
     address = scratch.data_ptr()
-    prepared.launch(call, address)
-    launch(call, Operands.at(prepared, address), out, lse)
+    ready.prepared.launch(call, address)
+    ready.launch(call, ready.offsets.at(address), out, lse)
 
 
 def attend(call: Call, recipe: Recipe, codes: Codes, out: Tensor, lse: Tensor | None) -> None:
