@@ -111,6 +111,16 @@ class WrapsAttention(_Attention):
         return self.inner(x)
 
 
+class AddsAttention(_Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + 2 * x
+
+
+class MHSA(_Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.matmul(x.transpose(-1, -2)).softmax(-1).matmul(x)
+
+
 class LinearAttention(_Attention):
     def forward(self, x: Tensor) -> Tensor:
         return x @ (x.transpose(-1, -2) @ x)
@@ -148,7 +158,9 @@ def _flash_attention_forward(*tensors: Tensor) -> Tensor:
         (SoftmaxAttention, "computes its softmax by hand"),
         (FlashAttention2, "attn_implementation='sdpa'"),
         (TorchAttention, "multi_head_attention_forward, a fused path"),
+        (MHSA, "computes its softmax by hand"),
         (WrapsAttention, None),
+        (AddsAttention, None),
     ],
 )
 def test_attention_of_another_kind_is_named(owner: type, why: str | None) -> None:
