@@ -5,6 +5,7 @@ model, the report tells which layers were taken, patching again repairs, unloadi
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -141,6 +142,19 @@ def test_state_dict_of_an_adapter_is_that_of_the_unpatched_model() -> None:
         assert all(torch.equal(now[key], before[key]) for key in before)
 
 
+def test_masks_of_an_adapter_reach_its_processors() -> None:
+    """diffusers passes on what the signature of a processor names."""
+    pipe = tiny_sdxl_pipeline()
+    load(pipe)
+    mask = torch.zeros(1, 1, 32, 32)
+    mask[..., :16] = 1.0
+    options = PICTURE | {"cross_attention_kwargs": {"ip_adapter_masks": [mask]}}
+    reference, whole = draw(pipe, **options), draw(pipe, **PICTURE)
+    assert not np.allclose(reference, whole, atol=1e-4)
+    with sagepatch.apply(pipe, variant=EXACT):
+        assert np.array_equal(draw(pipe, **options), reference)
+
+
 def flux_inputs(family: Family, model: nn.Module) -> dict[str, Any]:
     picture = {"ip_adapter_image_embeds": [noise(1, 1, WIDTH, seed=9)]}
     return {**family.inputs(model.config, family.small), "joint_attention_kwargs": picture}
@@ -181,7 +195,7 @@ CUSTOM: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("order", ["before the patch", "after the patch"])
-def test_custom_diffusion(order: str) -> None:  # case 36
+def test_custom_diffusion(order: str, tmp_path: Path) -> None:  # case 36
     family = BY_NAME["SDXL"]
     model = family.built()
 
@@ -208,6 +222,10 @@ def test_custom_diffusion(order: str) -> None:  # case 36
         patch = sagepatch.apply(model, variant=EXACT)
     out = run()
     assert set(calls(patch)) == {1}
+    model.save_attn_procs(tmp_path / "patched")
     patch.restore()
     assert torch.equal(run(), out)
+    model.save_attn_procs(tmp_path / "plain")
+    saved = [next((tmp_path / name).iterdir()).read_bytes() for name in ("patched", "plain")]
+    assert saved[0] == saved[1]
     assert not torch.allclose(out, plain, atol=1e-3)

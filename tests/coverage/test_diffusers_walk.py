@@ -9,7 +9,9 @@ import ast
 import inspect
 import textwrap
 
+import diffusers
 import pytest
+import torch
 from diffusers_walk import (
     FUNCTIONS,
     IN_PART,
@@ -25,7 +27,7 @@ from diffusers_walk import (
     kept_table,
     walked,
 )
-from torch import nn
+from torch import Tensor, nn
 
 from sagepatch.patchers.code import calls_sdpa
 from sagepatch.patchers.diffusers_processors import DISPATCH, Route, class_way
@@ -58,6 +60,31 @@ def test_every_function_that_attends_is_known() -> None:
 
 def test_signs_are_found_where_they_are() -> None:
     assert {sign for owner in everything() for sign in attends(owner)} == SIGNS
+
+
+class Tomorrow(nn.Module):
+    """As a version of diffusers to come may write it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(x @ x.mT, -1) @ x
+
+
+class TomorrowsHolder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Tomorrow()
+
+
+def test_class_of_tomorrow_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert attends(Tomorrow)
+    assert not calls_sdpa(Tomorrow)
+    monkeypatch.setattr(diffusers, "TomorrowsHolder", TomorrowsHolder, raising=False)
+    found = walked("TomorrowsHolder")
+    assert (found.reached, found.left, found.missed) == (0, 0, ("Tomorrow",))
+    monkeypatch.setattr(Tomorrow, "__name__", "TomorrowAttention")
+    walked.cache_clear()
+    assert walked("TomorrowsHolder").reasons == ("TomorrowAttention computes its softmax by hand",)
+    walked.cache_clear()
 
 
 def asked_backends(owner: type) -> list[str]:
