@@ -78,10 +78,14 @@ class TomorrowsAttention(Tomorrow):
 @pytest.mark.parametrize("named", [False, True])
 def test_class_of_tomorrow_is_found(named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = TomorrowsAttention if named else Tomorrow
-    holder = type("Holder", (nn.Sequential,), {"__init__": lambda self: holder_init(self, inner)})
+
+    class Holder(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(inner())
+
     assert attends(inner)
     assert not calls_sdpa(inner)
-    monkeypatch.setattr(diffusers, "Holder", holder, raising=False)
+    monkeypatch.setattr(diffusers, "Holder", Holder, raising=False)
     walked.cache_clear()
     found = walked("Holder")
     walked.cache_clear()
@@ -90,10 +94,6 @@ def test_class_of_tomorrow_is_found(named: bool, monkeypatch: pytest.MonkeyPatch
         assert found.reasons == ("TomorrowsAttention computes its softmax by hand",)
     else:
         assert found.missed == ("Tomorrow",)
-
-
-def holder_init(self: nn.Sequential, inner: type[nn.Module]) -> None:
-    nn.Sequential.__init__(self, inner())
 
 
 def asked_backends(owner: type) -> list[str]:
