@@ -23,6 +23,7 @@ from sagepatch.dispatch import Request, candidates
 from sagepatch.numerics.recipe import RECIPES
 from sagepatch.spec import Call
 
+# Needs FP8, so sm_89 or newer.
 EXACT, NEWER = "sdpa.exact", "triton.sage2_8"
 
 
@@ -113,12 +114,12 @@ def test_one_layer_runs_a_kernel_of_each_gpu_of_two_kinds(monkeypatch: pytest.Mo
     one = layer(emulate=False)
     one.unusable = lambda variant: None
     one.run_with(Request(NEWER), "asked for")
-    newest, older, oldest = (on_gpu(arch) for arch in (90, 86, 75))
+    newest, older, oldest = (on_gpu(arch) for arch in (90, 89, 86))
     assert one.choose(newest) == one.choose(older) == (BY_NAME[NEWER], None)
     variant, reason = one.choose(oldest)
     assert variant.name == EXACT
     assert reason is not None
-    assert "GPU is sm_75, needs" in reason
+    assert "GPU is sm_86, needs sm_89" in reason
     # Both are remembered apart: going back and forth changes nothing.
     assert [one.choose(spec)[0].name for spec in (oldest, newest, oldest)] == [EXACT, NEWER, EXACT]
 
