@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -115,7 +116,11 @@ class PatchedLayer:
             return None
         found = self._guards.get(device)
         if found is None:
-            found = self._guards[device] = DeviceGuard(device)
+            if torch.cuda.is_current_stream_capturing():
+                # Flags made inside a graph would be garbage until its replay, and zeroed by each.
+                self.record.note("captured in a CUDA graph before its first call: no guard there")
+                return None
+            found = self._guards.setdefault(device, DeviceGuard(device))
         return found
 
     def heed(self, verdict: Verdict | None, runs: str) -> None:
@@ -143,7 +148,10 @@ class PatchedLayer:
             # As many as the account tells apart: a language model makes a new one with each token.
             if len(self._chosen) >= MOST_SPECS:
                 self._chosen = {}
-            known = self._chosen[spec] = self._decide(spec)
+            known = self._decide(spec)
+            # Nothing could be checked during a capture: ask again at the next call.
+            if not capturing(spec):
+                self._chosen[spec] = known
         return known
 
     def _decide(self, spec: AttnSpec) -> tuple[Variant, str | None]:
@@ -161,8 +169,14 @@ class PatchedLayer:
             return SDPA, "; ".join(refused.reasons)
 
 
-_numbers = itertools.count(1)
+# From a random start: a handle that was exported or saved in another process finds no layer here.
+_numbers = itertools.count(secrets.randbits(62))
 _LAYERS: WeakValueDictionary[int, PatchedLayer] = WeakValueDictionary()
+
+
+def capturing(spec: AttnSpec) -> bool:
+    """Whether a call on a GPU is being captured in a CUDA graph."""
+    return spec.device == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def find_layer(handle: Tensor) -> PatchedLayer | None:

@@ -34,6 +34,14 @@ class Record:
         if spec in self.specs or len(self.specs) < MOST_SPECS:
             self.specs[spec] += 1
 
+    def ran_exact_instead(self, variant: str, exact: str, reason: str) -> None:
+        """Correct the account of the last call: it was `variant`'s, but exact attention served."""
+        self.by_variant[variant] -= 1
+        if self.by_variant[variant] <= 0:
+            del self.by_variant[variant]
+        self.by_variant[exact] += 1
+        self.fell_back(reason)
+
     def fell_back(self, reason: str) -> None:
         self.fallbacks[reason] += 1
 

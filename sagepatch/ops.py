@@ -4,7 +4,7 @@ fake.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ from sagepatch.backends import load, unusable
 from sagepatch.backends.catalogue import SDPA
 from sagepatch.backends.selfcheck import failure
 from sagepatch.dispatch import Request, select
-from sagepatch.errors import KernelUnavailable, StrictFallback
-from sagepatch.layer import PatchedLayer, find_layer
+from sagepatch.errors import InvalidArgument, KernelUnavailable, StrictFallback
+from sagepatch.layer import PatchedLayer, capturing, find_layer
 from sagepatch.numerics.recipe import RECIPES
 from sagepatch.spec import AttnSpec, Call
 from sagepatch.variant import Variant
@@ -61,6 +61,9 @@ def _attention(
         bshd_out,
         return_lse,
     )
+    if cu_seqlens_q is not None and cu_seqlens_kv is not None:
+        check_rising("cu_seqlens_q", cu_seqlens_q, q.shape[2])
+        check_rising("cu_seqlens_kv", cu_seqlens_kv, k.shape[2])
     if handle is not None:
         layer = find_layer(handle)
         out, lse = run_exact(call) if layer is None else run_layer(layer, call)
@@ -95,12 +98,23 @@ _LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
 torch.library.register_fake("sagepatch::attention", _attention_fake, lib=_LIBRARY)
 
 
-@lru_cache(maxsize=4096)
+_CHOSEN: dict[tuple[AttnSpec, str], Variant] = {}
+_MOST_CHOSEN = 4096
+
+
 def chosen_for(spec: AttnSpec, variant: str) -> Variant:
     """The kernel for a call outside any layer; kept, as the trace costs more than a launch."""
-    # On a CPU a recipe asked for by name can only mean its emulation.
-    named_on_cpu = spec.device == "cpu" and variant in RECIPES
-    return select(spec, Request(variant, emulate=named_on_cpu), unusable, prove=failure).variant
+    found = _CHOSEN.get((spec, variant))
+    if found is None:
+        # On a CPU a recipe asked for by name can only mean its emulation.
+        request = Request(variant, emulate=spec.device == "cpu" and variant in RECIPES)
+        found = select(spec, request, unusable, prove=failure).variant
+        # Nothing could be checked during a capture: ask again at the next call.
+        if not capturing(spec):
+            if len(_CHOSEN) >= _MOST_CHOSEN:
+                _CHOSEN.clear()
+            _CHOSEN[spec, variant] = found
+    return found
 
 
 def run_variant(variant: Variant, call: Call) -> tuple[Tensor, Tensor | None]:
@@ -137,18 +151,20 @@ def run_layer(layer: PatchedLayer, call: Call) -> tuple[Tensor, Tensor | None]:
         if layer.policy.strict:
             raise StrictFallback(layer.name, variant.name, (str(error),)) from error
         layer.demote(str(error))
-        layer.record.fell_back(f"demoted: {error}")
+        layer.record.ran_exact_instead(variant.name, SDPA.name, f"demoted: {error}")
         return run_exact(call)
     except Exception as error:
         error.add_note(f"raised by {variant.name} in layer {layer.name} on {spec}")
         raise
     if variant is SDPA or not _guarded_now(layer, call) or _finite(out):
         return out, lse
-    if not _inputs_finite(call):
-        return out, lse
-    layer.demote(f"{variant.name} gave a non-finite output on finite inputs")
-    layer.record.ran(spec, SDPA.name)
-    return run_exact(call)
+    exact, exact_lse = run_exact(call)
+    if not _finite(exact):
+        layer.heed("inputs", variant.name)
+        return exact, exact_lse
+    layer.heed("kernel", variant.name)
+    layer.record.ran_exact_instead(variant.name, SDPA.name, f"demoted: {layer.demoted}")
+    return exact, exact_lse
 
 
 def _guarded_now(layer: PatchedLayer, call: Call) -> bool:
@@ -161,5 +177,14 @@ def _finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
 
 
-def _inputs_finite(call: Call) -> bool:
-    return _finite(call.q) and _finite(call.k) and _finite(call.v)
+def check_rising(name: str, offsets: Tensor, total: int) -> None:
+    """Refuse cumulative lengths that do not rise from 0 to `total`. On a GPU looking would make the
+    host wait: there callers vouch for them.
+    """
+    if offsets.device.type != "cpu":
+        return
+    steps = offsets.tolist()
+    if steps[0] != 0 or steps[-1] != total or any(a > b for a, b in pairwise(steps)):
+        raise InvalidArgument(
+            f"{name} must rise from 0 to the total of {total} tokens, found {steps}"
+        )

@@ -63,22 +63,25 @@ class DeviceGuard:
         self.calls += 1
         if torch.cuda.is_current_stream_capturing():
             return None
-        if self._event is not None:
-            if not self._event.query():
+        # Several threads may run one layer: each goes by what it has read, not by what is there.
+        event, copy = self._event, self._copy
+        if event is not None and copy is not None:
+            if not event.query():
                 return None
-            assert self._copy is not None
-            found = self._copy.tolist()
+            found = copy.tolist()
             self._event = None
             return self._told(found)
         asked = self.calls % ASK_EVERY == 0 or self.calls & (self.calls - 1) == 0
         if not asked:
             return None
-        if self._copy is None:
-            self._copy = torch.zeros(2, dtype=torch.int32, pin_memory=True)
+        if copy is None:
+            copy = self._copy = torch.zeros(2, dtype=torch.int32, pin_memory=True)
         with torch.cuda.device(self.device):
-            self._copy.copy_(self.flags, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+            copy.copy_(self.flags, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        # Only now: an event that was not recorded yet reads as over to another thread.
+        self._event = event
         return None
 
     def settle(self) -> Verdict | None:
