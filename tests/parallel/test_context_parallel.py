@@ -4,20 +4,28 @@ that of one unpatched process, our op makes every call, and a restore leaves dif
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from parallel.ranks import on_ranks
-from parallel.work import ModelCase, ModelTold, each, on_device, one_model, run, self_calibrating
+from parallel.work import (
+    ModelCase,
+    ModelTold,
+    compiled,
+    each,
+    on_device,
+    one_model,
+    run,
+    self_calibrating,
+)
 from torch import Tensor
 
 from sagepatch.patchers.parallel import RING_MASK
 
 ULYSSES, RING = {"ulysses_degree": 2}, {"ring_degree": 2}
 BOTH = {"ulysses_degree": 2, "ring_degree": 2}
-EXACT, QUANTISED = "sdpa.exact", "emulated.sage2_8"
+EXACT, QUANTISED, KERNEL = "sdpa.exact", "emulated.sage2_8", "triton.sage2_8"
 # What diffusers itself says of a ring over torch's SDPA: unpatched, no ring runs on a CPU.
 NO_LSE = "ValueError: Native attention does not support return_lse=True"
 # Of an emulated INT8 recipe on these models, over unpatched: ten times what one process loses.
@@ -125,6 +133,16 @@ def test_layers_calibrate_on_their_own_share(tmp_path: Path) -> None:
             assert set(one.ran) - {EXACT}
 
 
+@pytest.mark.slow
+def test_compiled_whole_is_as_eager(tmp_path: Path) -> None:
+    cases = [ModelCase("flux", ULYSSES, QUANTISED), ModelCase("flux", RING, QUANTISED)]
+    ranks = on_ranks(2, each, tmp_path, compiled, cases)
+    for case, told in zip(cases, zip(*ranks, strict=True), strict=True):
+        for one in told:
+            torch.testing.assert_close(one.out, one.restored)
+            assert one.calls == [4 if case.degrees == RING else 2] * 4  # eager, then compiled
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -132,7 +150,7 @@ def test_flux_on_two_gpus(tmp_path: Path) -> None:
     cases = [
         ModelCase("flux", degrees, variant, patch_first)
         for degrees in (ULYSSES, RING)
-        for variant, patch_first in (("exact", True), (QUANTISED, False))
+        for variant, patch_first in (("exact", True), (QUANTISED, False), (KERNEL, True))
     ]
     ranks = on_ranks(2, each, tmp_path, one_model, cases, "cuda", backend="nccl")
     for case, told in zip(cases, zip(*ranks, strict=True), strict=True):
@@ -142,5 +160,5 @@ def test_flux_on_two_gpus(tmp_path: Path) -> None:
             error = ((one.out - expected).norm() / expected.norm()).item()
             assert error < (1e-3 if case.variant == "exact" else QUANTISED_ERROR)
             calls = 8 if case.degrees == RING else 4
-            assert one.ran == Counter({EXACT if case.variant == "exact" else QUANTISED: calls})
+            assert one.ran == {EXACT if case.variant == "exact" else case.variant: calls}
             assert not one.fallbacks

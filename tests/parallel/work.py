@@ -184,6 +184,21 @@ def self_calibrating(rank: int, case: ModelCase, device: str) -> ModelTold:
     return ModelTold(out, ran, [], Counter(), [], exact.cpu(), 0)
 
 
+def compiled(rank: int, case: ModelCase, device: str) -> ModelTold:
+    """A model compiled whole after the patch and the spreading: its output and, as `restored`, that
+    in eager mode. A graph break raises.
+    """
+    model, inputs = on_device(case.model, device)
+    patch = sagepatch.apply(model, variant=case.variant, emulate=True)
+    model.enable_parallelism(config=ContextParallelConfig(**case.degrees))
+    eager = run(model, inputs)
+    out = run(torch.compile(model, backend="eager", fullgraph=True), inputs)
+    told = [layer.record for layer in patch.layers]
+    calls = [record.calls for record in told]
+    ran = sum((record.by_variant for record in told), Counter())
+    return ModelTold(out.cpu(), ran, calls, Counter(), [], eager.cpu(), 0)
+
+
 def on_device(name: str, device: str) -> tuple[nn.Module, Inputs]:
     """A model and its inputs, moved."""
     model, inputs = MODELS[name]()
