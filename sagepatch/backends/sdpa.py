@@ -1,5 +1,5 @@
-"""Exact attention: torch's own SDPA where it can say what is asked, `numerics.exact` where it
-cannot.
+"""Exact attention: torch's own SDPA where it can say what is asked, its flash attention where only
+a log-sum-exp is asked for beyond that, `numerics.exact` elsewhere.
 """
 
 from __future__ import annotations
@@ -7,10 +7,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from sagepatch.numerics.attention import exact, merged_mask
 from sagepatch.numerics.recipe import Recipe
-from sagepatch.spec import Call
+from sagepatch.spec import Call, arch_of
 
 
 def run(call: Call, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
@@ -19,6 +20,8 @@ def run(call: Call, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
         call.return_lse or call.softcap is not None or call.sinks is not None or call.packed
     )
     if beyond_sdpa:
+        if _flash_serves(call):
+            return _flash(call)
         wide = torch.float64 in (call.q.dtype, call.k.dtype, call.v.dtype)
         out, lse = exact(call, torch.float64 if wide else torch.float32)
         out = out.to(call.v.dtype)
@@ -40,6 +43,44 @@ def run(call: Call, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
         enable_gqa=call.q.shape[1] != call.k.shape[1],
     )
     return _in_layout(out.to(call.v.dtype), call), None
+
+
+def _flash_serves(call: Call) -> bool:
+    """Whether torch's flash attention, which gives a log-sum-exp, can say what is asked: a plain
+    call without derivatives, in FP16 or BF16 on a GPU, in FP32 on a CPU.
+    """
+    q, k, v = call.q, call.k, call.v
+    plain = (call.attn_mask, call.causal_offset, call.window, call.softcap, call.sinks)
+    if call.packed or not call.return_lse or any(option is not None for option in plain):
+        return False
+    if not q.dtype == k.dtype == v.dtype or q.shape[1] != k.shape[1] or k.shape != v.shape:
+        return False
+    if 0 in q.shape or 0 in k.shape:
+        return False
+    # Neither a backward through the log-sum-exp nor a tangent.
+    if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and _any_requires_grad(q, k, v)):
+        return False
+    if q.device.type == "cpu":
+        return q.dtype == torch.float32
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    fits = q.shape[3] % 8 == 0 and q.shape[3] <= 256
+    return q.device.type == "cuda" and half and fits and (arch_of(q.device) or 0) >= 80
+
+
+def _any_requires_grad(*tensors: Tensor) -> bool:
+    return any(tensor.requires_grad for tensor in tensors)
+
+
+def _flash(call: Call) -> tuple[Tensor, Tensor]:
+    aten = torch.ops.aten
+    on_cpu = call.q.device.type == "cpu"
+    flash = (
+        aten._scaled_dot_product_flash_attention_for_cpu
+        if on_cpu
+        else aten._scaled_dot_product_flash_attention
+    )
+    out, lse, *_ = flash(call.q, call.k, call.v, scale=call.scale)
+    return _in_layout(out, call), lse.contiguous()
 
 
 def _narrowed(mask: Tensor, dtype: torch.dtype) -> Tensor:
