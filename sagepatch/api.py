@@ -47,7 +47,8 @@ def apply(
         variant: "auto" calibrates each layer on its first calls; a tier, a recipe or a full name is
             taken everywhere it can serve, without calibration.
         threshold: the least cosine similarity, in the worst head of every sample, that a quantised
-            kernel must keep; above 1 nothing is admitted, at 0 everything finite is.
+            kernel must keep; above 1 nothing is admitted, at 0 everything finite is. A plan has its
+            own.
         components: parts of a pipeline to patch instead of the denoisers, by name.
         strict: raise where a layer would fall back to exact attention.
         guard: "auto" recomputes non-finite outputs where that costs no synchronisation, "sync"
@@ -78,6 +79,11 @@ def apply(
     set_log_level()
     request = Request(variant, emulate)
     loaded = plan if isinstance(plan, Plan) or plan is None else Plan.load(plan)
+    if loaded is not None and threshold not in (DEFAULT_THRESHOLD, loaded.threshold):
+        raise InvalidArgument(
+            f"the plan was solved for a threshold of {loaded.threshold:g}, not {threshold:g}: "
+            "leave the threshold out, or solve anew with calibration.plan(threshold)"
+        )
     parts = parts_of(model, components)
     if disabled():
         restore(model)

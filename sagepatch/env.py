@@ -186,9 +186,15 @@ def cache_dir() -> Path | None:
     if root == "":
         return None
     if root is None:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        root = os.fspath(Path(base) / "sagepatch")
-    path = Path(root)
+        base = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
+        root = os.path.join(base, "sagepatch")
+    try:
+        path = Path(root).expanduser()
+    except RuntimeError as error:
+        raise MachineError(
+            f"the cache directory {root} has no place, as this user has no home directory: "
+            "set SAGEPATCH_CACHE_DIR to a directory, or to nothing to keep no plans"
+        ) from error
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = path.stat()

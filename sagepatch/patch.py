@@ -37,8 +37,8 @@ _OWNER = "_sagepatch_patch"
 class Patch:
     """One patched pipeline or model: what was found, what each layer runs, and the way back.
 
-    A context manager: leaving it restores the model. `off` is a patch that changed nothing because
-    SAGEPATCH_DISABLE is set.
+    A context manager: entering it puts the patch in force, leaving it restores the model. `off` is
+    a patch that changed nothing because SAGEPATCH_DISABLE is set.
     """
 
     def __init__(
@@ -148,14 +148,20 @@ class Patch:
         for swap in reversed(self._swaps):
             swap.undo()
         for site in self._sites:
-            site.module.__dict__.pop(_OWNER, None)
+            owner = site.module.__dict__.get(_OWNER)
+            if isinstance(owner, _Owner) and owner.patch is self:
+                del site.module.__dict__[_OWNER]
         # Last: where an undo raises, restoring again takes up what is left.
         self.restored = True
 
     def install(self) -> None:
-        """Put the patch in force, again after `restore` with what its layers have learnt."""
+        """Put the patch in force, again after `restore` with what its layers have learnt; another
+        one on these layers is taken back first.
+        """
         if not self.restored:
             return
+        for other in reversed(patches_on(site.module for site in self._sites)):
+            other.restore()
         swaps: list[Swap] = []
         try:
             for site, layer in zip(self._sites, self.layers, strict=True):
@@ -236,6 +242,8 @@ class Patch:
             self._measure(layer, lock_when_done=lock_when_done)
 
     def __enter__(self) -> Patch:
+        # A second `with` on one patch: without this the model would run unpatched without a word.
+        self.install()
         return self
 
     def __exit__(

@@ -9,12 +9,13 @@ import math
 import os
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from sagepatch.errors import MachineError, PlanError
+from sagepatch.errors import InvalidArgument, MachineError, PlanError
 from sagepatch.numerics.recipe import RECIPES
 from sagepatch.spec import AttnSpec
 
@@ -83,6 +84,10 @@ class Plan:
     entries: tuple[PlanEntry, ...]
     schema: int = SCHEMA
 
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.threshold):
+            raise InvalidArgument(f"threshold is {self.threshold!r}, needs a number")
+
     def to_json(self) -> str:
         """The plan as JSON text."""
         return json.dumps(asdict(self), indent=1, allow_nan=False) + "\n"
@@ -100,6 +105,8 @@ class Plan:
             raise PlanError(f"cannot read the plan {os.fspath(path)}: {error.strerror}") from error
         except UnicodeDecodeError as error:
             raise PlanError(f"{os.fspath(path)} is no text, so no plan: {error.reason}") from error
+        except ValueError as error:  # a path that no system can have
+            raise PlanError(f"cannot read the plan {os.fspath(path)!r}: {error}") from error
         return cls.from_json(text, os.fspath(path))
 
     @classmethod
@@ -107,7 +114,7 @@ class Plan:
         """Parse JSON text; `origin` names it in errors."""
         try:
             data = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # a number of 5,000 digits is a ValueError
             raise PlanError(
                 f"{origin} is not JSON ({error}): make it again with calibrate"
             ) from error
@@ -123,8 +130,8 @@ class Plan:
             toolchain, _, recipe = name.rpartition(".")
             if not toolchain or recipe not in RECIPES:
                 raise PlanError(f"{origin} names variant {name!r}, which does not exist")
-        names = [row.site for row in rows]
-        twice = sorted({name for name in names if names.count(name) > 1})
+        counts = Counter(row.site for row in rows)
+        twice = sorted(name for name, count in counts.items() if count > 1)
         if twice:
             raise PlanError(f"{origin} names a layer twice: {', '.join(twice)}")
         return cls(entries=rows, **values)
@@ -169,9 +176,15 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write a file whole or not at all; raises `MachineError` with one sentence."""
+    """Write a file whole or not at all; raises `MachineError` with one sentence. A device or a pipe
+    (/dev/stdout) is written to, not replaced.
+    """
     target = Path(path)
     try:
+        if target.exists() and not target.is_file():
+            with target.open("wb") as file:
+                file.write(data)
+            return
         handle, temporary = tempfile.mkstemp(dir=target.parent or ".", prefix=f".{target.name}.")
         try:
             with os.fdopen(handle, "wb") as file:
@@ -183,6 +196,8 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
             raise
     except OSError as error:
         raise MachineError(f"cannot write {target}: {error.strerror or error}") from error
+    except ValueError as error:  # a path that no system can have
+        raise MachineError(f"cannot write {os.fspath(path)!r}: {error}") from error
 
 
 def _upgraded(data: dict[str, Any], origin: str) -> dict[str, Any]:
@@ -255,7 +270,9 @@ def _is(value: Any, kind: str) -> bool:
         items = kind.removeprefix("dict[str, ").removesuffix("]")
         return kind.startswith("dict") and all(_is(item, items) for item in value.values())
     if kind.startswith("float"):
-        return isinstance(value, int | float) and math.isfinite(value)
+        # A whole number may be too large for a float, which it would become somewhere.
+        wide = isinstance(value, int) and abs(value) >= 1 << 63
+        return isinstance(value, int | float) and not wide and math.isfinite(value)
     if kind.startswith("int"):
-        return isinstance(value, int)
+        return isinstance(value, int) and abs(value) < 1 << 63
     return kind.startswith("str") and isinstance(value, str)

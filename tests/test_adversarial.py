@@ -4,15 +4,19 @@ or an error that said nothing.
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from models.layers import call, layer
+from models.layers import call, layer, machine
 from models.stacks import stack, tokens
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -20,10 +24,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import sagepatch
 from sagepatch.backends.catalogue import BY_NAME, SDPA
 from sagepatch.backends.guard import DeviceGuard
+from sagepatch.cli import run_command
 from sagepatch.dispatch import Request
-from sagepatch.errors import InvalidArgument, VariantRefused
+from sagepatch.env import cache_dir
+from sagepatch.errors import InvalidArgument, MachineError, ModelError, PlanError, VariantRefused
 from sagepatch.layer import PatchedLayer, Policy
 from sagepatch.ops import chosen_for, run_layer
+from sagepatch.plan import Plan, write_text
+from sagepatch.plan_cache import cached_plan
+from sagepatch.report.render_json import load as load_report
 
 FAST = "emulated.sage2_8"
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -221,3 +230,179 @@ def test_threads_may_ask_one_guard(monkeypatch) -> None:
 
     guard._event, guard._copy = Event(), torch.zeros(2, dtype=torch.int32)
     assert guard.verdict() is None
+
+
+def forward(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(tokens())
+
+
+def test_a_patch_put_in_force_again_takes_the_newer_one_back() -> None:
+    model = stack()
+    plain = forward(model)
+    older = sagepatch.apply(model, variant=FAST)
+    fast = forward(model)
+    newer = sagepatch.apply(model, variant="exact")
+    older.install()
+    assert newer.restored
+    assert torch.equal(forward(model), fast)
+    newer.restore()
+    sagepatch.restore(model)
+    assert older.restored
+    assert torch.equal(forward(model), plain)
+
+
+def test_a_patch_may_be_entered_again() -> None:
+    model = stack()
+    plain = forward(model)
+    with sagepatch.apply(model, variant=FAST) as patch:
+        fast = forward(model)
+    with patch:
+        assert torch.equal(forward(model), fast)
+    assert torch.equal(forward(model), plain)
+    assert patch.report().layers[0].by_variant == {FAST: 2}
+
+
+def test_a_threshold_beside_a_plan_of_another_is_refused() -> None:
+    model = stack()
+    plan = sagepatch.apply(model, emulate=True).lock().plan()
+    sagepatch.restore(model)
+    for threshold in (0.998, plan.threshold):
+        sagepatch.apply(model, plan=plan, threshold=threshold, emulate=True).restore()
+    with pytest.raises(InvalidArgument, match=r"solved for a threshold of 0\.998, not 0\.9"):
+        sagepatch.apply(model, plan=plan, threshold=0.9, emulate=True)
+    assert not forward(model).requires_grad
+
+
+def plan_text(**changes: object) -> str:
+    model = stack()
+    with sagepatch.apply(model, variant=FAST) as patch:
+        data = json.loads(patch.plan().to_json())
+    return json.dumps({**data, **changes})
+
+
+@pytest.mark.parametrize("digits", [400, 5000])
+@pytest.mark.parametrize("field", ["schema", "threshold"])
+def test_huge_numbers_in_a_plan_or_report_are_a_sentence(field, digits: int, tmp_path) -> None:
+    # json.dumps will not write 5,000 digits either.
+    text = plan_text(**{field: "HUGE"}).replace('"HUGE"', "9" * digits)
+    with pytest.raises(PlanError):
+        Plan.from_json(text)
+    saved = tmp_path / "report.json"
+    saved.write_text(text)
+    with pytest.raises(ModelError, match="digits"):
+        load_report(saved)
+
+
+def test_a_huge_plan_is_read_in_a_moment() -> None:
+    data = json.loads(plan_text())
+    row = data["entries"][0]
+    data["entries"] = [{**row, "site": f"blocks.{n}"} for n in range(30_000)]
+    text = json.dumps(data)
+    began = time.perf_counter()
+    assert len(Plan.from_json(text).entries) == 30_000
+    assert time.perf_counter() - began < 20
+
+
+def test_paths_that_no_system_can_have(tmp_path) -> None:
+    with pytest.raises(PlanError, match="null byte"):
+        Plan.load("a\0b")
+    with pytest.raises(MachineError, match="null byte"):
+        Plan.from_json(plan_text()).save("a\0b")
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_text(pipe, "plan")
+        assert os.read(reader, 100) == b"plan"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    assert sorted(tmp_path.iterdir()) == [pipe]
+
+
+@pytest.mark.parametrize("threshold", [math.nan, math.inf])
+def test_a_plan_for_no_threshold_is_refused(threshold: float) -> None:
+    model = stack()
+    calibration = sagepatch.calibrate(model, run=lambda: forward(model), emulate=True)
+    with pytest.raises(InvalidArgument, match="threshold is"):
+        calibration.plan(threshold)
+
+
+def test_a_user_without_a_home_keeps_no_plans(monkeypatch) -> None:
+    monkeypatch.delenv("SAGEPATCH_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def homeless(self: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    with pytest.raises(MachineError, match="no home directory"):
+        cache_dir()
+    assert cached_plan("mark", machine("Some GPU"), 0.998) is None
+
+
+def test_the_cache_directory_may_start_at_home(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SAGEPATCH_CACHE_DIR", "~/kept")
+    assert cache_dir() == tmp_path / "kept"
+
+
+def test_a_kernel_that_fails_its_check_is_not_measured(monkeypatch) -> None:
+    # Before, calibration ran it on live tensors, unchecked.
+    lies = {"emulated.sage2pp_8": "known-answer check: cosine 0.5"}
+    monkeypatch.setattr("sagepatch.calibration.capture.failure", lambda one: lies.get(one.name))
+    model = stack()
+    patch = sagepatch.apply(model, emulate=True, threshold=0.9)
+    forward(model)
+    tried = set(patch.calibration().layers[0].candidates)
+    assert "emulated.sage2pp_8" not in tried
+    assert FAST in tried
+    assert any("cosine 0.5" in note for note in patch.report().layers[0].notes)
+    assert torch.equal(forward(model), forward(stack()))
+    patch.restore()
+
+
+@pytest.mark.parametrize("level", ["", "debug"], ids=["quiet", "debug"])
+def test_a_fault_inside_a_command_shows_no_traceback_unasked(level: str) -> None:
+    # typer puts a hook of its own where ours was.
+    code = (
+        "import sagepatch.cli as cli, sys\n"
+        "def broken(*_): raise KeyError('left')\n"
+        "cli.info.state = broken\n"
+        "sys.argv = ['sagepatch', 'info']\n"
+        "cli.main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "SAGEPATCH_LOG": level},
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "unexpected KeyError: 'left' (a fault of ours" in done.stderr.replace("\n", " ")
+    assert ("Traceback" in done.stderr) is bool(level)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", "demo", "--prompt", "x", "--seed", "99999999999999999999"),
+        ("run", "demo", "--prompt", "x", "--threshold", "nan"),
+        ("calibrate", "demo", "--prompt", "x", "--threshold", "inf"),
+        ("calibrate", "demo", "--prompt", "x", "--budget", "nan"),
+        ("calibrate", "demo", "--prompt", "x", "--budget", "-1"),
+    ],
+    ids=lambda arguments: " ".join(arguments[4:]),
+)
+def test_numbers_that_say_nothing_are_refused_before_the_run(arguments, monkeypatch) -> None:
+    def loaded(*_: object) -> None:
+        raise AssertionError("it went on to load the model")
+
+    monkeypatch.setattr("sagepatch.cli.run.load", loaded)
+    monkeypatch.setattr("sagepatch.cli.calibrate.load", loaded)
+    assert run_command(arguments) == 2

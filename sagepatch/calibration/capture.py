@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sagepatch.backends.catalogue import CATALOGUE, SDPA
+from sagepatch.backends.selfcheck import failure
 from sagepatch.calibration.choose import Summary
 from sagepatch.calibration.measure import Measurement, Stopwatch, measure
 from sagepatch.dispatch import Request, candidates, wide_stays_exact
@@ -136,8 +137,8 @@ def candidate_variants(
     spec: AttnSpec, layer: PatchedLayer, recipes: Collection[str] | None = None
 ) -> list[Variant]:
     """The kernels that calibration tries on a call of this layer, those that nothing speaks
-    against; of `recipes` only, where they are given. Calls in FP32 have none unless recipes are
-    asked for; the layer's record says so.
+    against and that know their answer; of `recipes` only, where they are given. Calls in FP32 have
+    none unless recipes are asked for; the layer's record says so.
     """
     if spec.q_len <= 1:
         return []
@@ -152,17 +153,29 @@ def candidate_variants(
         if not decision.reasons and decision.variant is not SDPA
     }
     if recipes is not None:
-        return [variant for variant in serving.values() if variant.recipe.name in recipes]
+        asked = [variant for variant in serving.values() if variant.recipe.name in recipes]
+        return [variant for variant in asked if _proven(variant, layer)]
     taken: Counter[tuple[bool, str]] = Counter()
     chosen = []
     for variant in sorted(serving.values(), key=_preference):
         emulated = variant.toolchain == "emulated"
         listed = EMULATED_RECIPES if emulated else CANDIDATE_RECIPES
         place = (emulated, variant.tier)
-        if variant.recipe.name in listed and taken[place] < MOST_OF_TIER[variant.tier]:
+        wanted = variant.recipe.name in listed and taken[place] < MOST_OF_TIER[variant.tier]
+        if wanted and _proven(variant, layer):
             taken[place] += 1
             chosen.append(variant)
     return chosen
+
+
+def _proven(variant: Variant, layer: PatchedLayer) -> bool:
+    """Whether a kernel passes its known-answer check, made at its first use; else the layer's
+    record says why it is not tried.
+    """
+    why = failure(variant)
+    if why is not None:
+        layer.record.note(f"{variant.name} is not tried: {why}")
+    return why is None
 
 
 def _preference(variant: Variant) -> int:

@@ -38,8 +38,12 @@ for command in COMMANDS:
 
 def main() -> None:
     """The entry point `sagepatch`."""
-    sys.excepthook = _unexpected
-    raise SystemExit(run_command(sys.argv[1:]))
+    try:
+        code = run_command(sys.argv[1:])
+    finally:
+        # Not before: typer puts a hook of its own there, which prints tracebacks.
+        sys.excepthook = _unexpected
+    raise SystemExit(code)
 
 
 def run_command(arguments: Sequence[str]) -> int:

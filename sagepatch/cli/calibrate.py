@@ -64,6 +64,9 @@ def calibrate(
     given = [f"{name} {value:g}" for name, value in bounds.items() if value is not None]
     if len(given) > 1:
         raise InvalidArgument(f"{' and '.join(given)} exclude each other: pass one of them")
+    o.check_bound("--threshold", threshold)
+    o.check_bound("--budget", budget, 0)
+    o.check_bound("--time-us", time_us, 0)
     where = Placement.of(device, dtype, offload)
     source = resolve(model)
     check_target(out_file, (".json",), "--out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,12 +11,14 @@ import typer
 
 from sagepatch.cli.generation import NEW_TOKENS, Job
 from sagepatch.cli.sources import Source
+from sagepatch.errors import InvalidArgument
 
 Model = Annotated[
     str, typer.Argument(help="A preset (flux, wan, llama ... or demo), a folder, or a hub id.")
 ]
 Prompt = Annotated[str, typer.Option(help="What to draw, film or continue.")]
-Seed = Annotated[int, typer.Option(help="Seed of the noise.")]
+# What a generator takes.
+Seed = Annotated[int, typer.Option(min=-(1 << 63), max=(1 << 63) - 1, help="Seed of the noise.")]
 Steps = Annotated[int | None, typer.Option(min=1, help="Denoising steps.")]
 Width = Annotated[int | None, typer.Option(min=8, help="Pixels.")]
 Height = Annotated[int | None, typer.Option(min=8, help="Pixels.")]
@@ -38,6 +41,13 @@ Report = Annotated[
     Path | None, typer.Option(help="Also write the per-layer report: .html, .json or .png.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def check_bound(name: str, value: float | None, least: float = -math.inf) -> None:
+    """Refuse a bound that says nothing, before a run is made for it."""
+    if value is not None and not (math.isfinite(value) and value >= least):
+        needed = "a number" if least == -math.inf else f"a number from {least:g} up"
+        raise InvalidArgument(f"{name} is {value:g}, needs {needed}")
 
 
 def job_of(

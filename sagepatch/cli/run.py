@@ -98,6 +98,7 @@ def run(
     emulated = o.emulation(source, where.device.type, emulate)
     if plan is not None and variant != "auto":
         raise InvalidArgument("--plan and --variant exclude each other: a plan names the variants")
+    o.check_bound("--threshold", threshold)
     choice = Choice(
         None if plan is None else Plan.load(plan), Request(variant, emulated), threshold, strict
     )

@@ -67,10 +67,10 @@ def load(path: str | os.PathLike[str]) -> Report:
     name = os.fspath(path)
     try:
         text = Path(path).read_text(encoding="utf-8")
-        data = json.loads(text, parse_constant=lambda _: None)
+        data = json.loads(text, parse_constant=lambda _: None, parse_int=_whole)
     except OSError as error:
         raise ModelError(f"cannot read the report {name}: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # no JSON, no text, a path with a zero byte
         raise ModelError(f"{name} is not a JSON report: {error}") from error
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
@@ -79,6 +79,13 @@ def load(path: str | os.PathLike[str]) -> Report:
         return _report(printable_deep(_finite(data)))
     except (_Unfit, RecursionError) as unfit:
         raise ModelError(f"{name} is not a whole report: {unfit}") from unfit
+
+
+def _whole(digits: str) -> int:
+    """A whole number that a float can hold too."""
+    if len(digits) > 19:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
 
 
 class _Unfit(Exception):
