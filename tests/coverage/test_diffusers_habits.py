@@ -28,8 +28,9 @@ QUICK = (
     "CogVideoX 2B",
     "Wan 2.1, image to video",
     "Cosmos",
-    "SDXL",
 )
+# What only UNets have.
+QUICK_FOR_UNETS = ("slice attention", "default processors")
 
 
 def fuse(model: Any) -> None:
@@ -147,8 +148,9 @@ def processors(model: nn.Module) -> dict[str, int]:
 
 def cases() -> Iterator[Any]:
     for family in FAMILIES:
-        marks = () if family.name in QUICK else pytest.mark.slow
         for habit, (_, needs) in HABITS.items():
+            unet = family.name == "SDXL" and habit in QUICK_FOR_UNETS
+            marks = () if unet or family.name in QUICK else pytest.mark.slow
             if hasattr(getattr(diffusers, family.model), needs):
                 yield pytest.param(family, habit, id=f"{family}-{habit}", marks=marks)
 

@@ -81,7 +81,16 @@ def test_a_life_with_adapters(family: Family) -> None:  # case 39
 
 
 @pytest.mark.parametrize("order", ["before the patch", "after the patch"])
-@pytest.mark.parametrize("family", LORA, ids=str)
+@pytest.mark.parametrize(
+    "family",
+    [
+        *(pytest.param(BY_NAME[name], id=name) for name in ("FLUX.1", "SD 3 / 3.5")),
+        *(
+            pytest.param(BY_NAME[name], id=name, marks=pytest.mark.slow)
+            for name in ("SDXL", "Wan 2.1, image to video")
+        ),
+    ],
+)
 def test_quantised_layers_see_the_adapter(family: Family, order: str) -> None:
     model = family.built()
     plain = run(model, family)
