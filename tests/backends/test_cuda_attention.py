@@ -175,6 +175,35 @@ def test_blocks_that_several_share(recipe, dim, shape, monkeypatch):
     attention.launch_of.cache_clear()
 
 
+# Other ways to run a tile, tuned by benchmarks/cuda_tiles.py: the same numbers.
+WAYS = {
+    "no turns": {"pingpong": False},
+    "serial": {"serial": True, "pingpong": False, "warpgroups": 3},
+    "no ones": {"ones": False},
+    "no polynomial": {"polynomial": 0},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@dims
+@every_recipe
+def test_other_ways_to_run_a_tile(recipe, dim, way, monkeypatch):
+    tile = attention_tiles.pick(recipe, dim, dim)
+    if way == "serial" and tile.block_n > 128:
+        pytest.skip("scores of 192 keys do not fit in 160 registers")
+    other = replace(tile, **WAYS[way])
+    monkeypatch.setattr(attention_tiles, "pick", lambda *facts: other)
+    monkeypatch.setattr(attention, "pick", lambda *facts: other)
+    monkeypatch.setattr(attention, "_READY", {})
+    attention_tiles.instance.cache_clear()
+    attention.launch_of.cache_clear()
+    for shape in ((2, 4, 2, 333, 700, dim), (1, 1, 1, 1000, 4111, dim)):
+        check(make(shape), recipe)
+        check(make(shape, causal_offset=60, window=500), recipe)
+    attention_tiles.instance.cache_clear()
+    attention.launch_of.cache_clear()
+
+
 def test_when_blocks_are_shared():
     assert attention.splits(864, 36, 132)  # 6.5 rounds
     assert not attention.splits(4200, 32, 132)  # 31.8 rounds

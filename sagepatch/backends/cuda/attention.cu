@@ -9,13 +9,14 @@
 //   HALF_V      V is FP16, else E4M3                        HALF_T      T is FP16, else FP32
 //   ONES        row sums by the tensor core                 POLY        of 8 exp2, on the FMA pipe
 //   PINGPONG    warpgroups take turns (two of them)         IN_PLACE    P V adds to the output
-//   LATE_PACK   codes of P are made behind P V              PINNED      the softmax ends before it
+//   SERIAL      a warpgroup does one thing at a time
 //   CAUSAL, WINDOW, KEY_MASK, PACKED                        OUT_HALF    out is FP16, else BF16
 //   SPLIT       the last blocks of queries are shared       SHARED_BYTES  of a block, dynamic
 //
 // One tile of a warpgroup, in the order of issue: S(i) = Q K(i)^T; T = P(i-1) V(i-1); softmax of
 // S(i), which runs beside the second product; O = O alpha(i-1) + T. Scores of a thread: rows
-// lane / 4 and 8 under it, keys 8 j + 2 (lane % 4) + {0, 1} of each 8 keys j.
+// lane / 4 and 8 under it, keys 8 j + 2 (lane % 4) + {0, 1} of each 8 keys j. With SERIAL a tile is
+// finished before the next begins: warpgroups overlap each other only, and S and T share registers.
 
 #include "hopper.cuh"
 #include "wgmma.cuh"
@@ -53,27 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
   const Sizes sizes = {heads,   q_heads,       group,  q_len,   kv_len, m_blocks,    whole,
                        section, causal_offset, window, members, tiles,  share_tiles, share_rest};
 
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < STAGES; s++) {
-      init_barrier(full_k + 8 * s, 1);
-      init_barrier(full_v + 8 * s, 1);
-      init_barrier(empty_k + 8 * s, CONSUMER_WARPS);
-      init_barrier(empty_v + 8 * s, CONSUMER_WARPS);
-    }
-    init_barrier(full_q, 1);
-    init_barrier(empty_q, CONSUMER_WARPS);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  if constexpr (ONES) {
-    constexpr int words = 8 * V_SWIZZLE / 4;
-    for (int p = 0; p < STAGES * V_PANELS; p++) {
-      uint8_t* panel =
-          shared + (v_at - q_at) + p / V_PANELS * V_BYTES + p % V_PANELS * V_PANEL_BYTES;
-      for (int i = threadIdx.x; i < words; i += THREADS)
-        ((uint32_t*)(panel + VALUE * V_SWIZZLE))[i] = i < V_SWIZZLE / 4 ? 0x38383838u : 0u;
-    }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  }
+  prepare_shared({full_k, empty_k, full_v, empty_v, full_q, empty_q}, shared + (v_at - q_at));
   __syncthreads();
 
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
@@ -114,15 +95,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
     return;
   }
 
-  if constexpr (WARPGROUPS < 3) asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-  if constexpr (WARPGROUPS == 3) asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS < 3 ? 240 : 160));
   const int consumer = warpgroup - 1;
   const int lane = threadIdx.x & 31, warp = (threadIdx.x & 127) >> 5;
   const int pair = lane & 3;  // keys and columns 2 pair, 2 pair + 1 of each 8
   const bool speaks = lane == 0;
-  if constexpr (PINGPONG) {
-    if (consumer == 1) give_turn(1);
-  }
+  if (PINGPONG && consumer == 1) give_turn(1);
   const uint32_t q_low = ((q_at + consumer * 64 * SWIZZLE) >> 4) | 1u << 16;
   const uint32_t k_low = (k_at >> 4) | 1u << 16;
   const uint32_t v_low = (v_at >> 4) | V_LEADING;
@@ -189,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
 #pragma unroll
           for (int f = 0; f < FLUSHES; f++) hold(T[f]);
       };
-      // Part `piece` of P V of the tile in V's stage s.
+      // Part `piece` of P V of stage s.
       auto issue_values = [&](int piece, int s) {
 #pragma unroll
         for (int f = 0; f < FLUSHES; f++)
@@ -248,6 +226,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
         for (int e = 0; e < VALUE / 2; e++) O[e] *= e & 2 ? alpha1 : alpha0;
       };
 
+#if SERIAL
+      wait(full_q, q_phase);
+      q_phase ^= 1;
+      auto step = [&](auto masked, int i) {
+        const int tile = tile_at(w, i, tile_list, tiles);
+        load_scales(masked, tile);
+        wait(full_k + 8 * stage, phase);
+        issue_scores();
+        mma_wait<0>();
+        hold(S);
+        if (speaks) arrive(empty_k + 8 * stage);
+        if constexpr (decltype(masked)::value) hide(S, tile, seen);
+        softmax<decltype(masked)::value>(S, kc, q0, q1, m0, m1, l0, l1, alpha0, alpha1);
+        pack(S, P);
+        if constexpr (IN_PLACE) rescale();
+        wait(full_v + 8 * stage, phase);
+        hold(P);
+        hold_sums();
+        mma_fence();
+        issue_values(0, stage);
+        mma_wait<0>();
+        hold_sums();
+        add_sums(0);
+        other_pieces(stage);
+        if (speaks) arrive(empty_v + 8 * stage);
+        if (++stage == STAGES) { stage = 0; phase ^= 1; }
+      };
+      int i = 0;
+      next_scales += w.bottom * KEY_GROUPS * 4;
+#else
       // First tile: nothing to overlap with yet.
       {
         const int tile = tile_at(w, 0, tile_list, tiles);
@@ -294,14 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
         // P is an operand until the wait: codes made before it go through an operation that the
         // compiler cannot undo.
         uint32_t codes[CODES];
-        if constexpr (!LATE_PACK) pack(S, codes);
-        if constexpr (PINNED) {
-          uint32_t all = 0;
-#pragma unroll
-          for (int e = 0; e < CODES; e++) all |= codes[e];
-          asm volatile("{.reg .pred p; setp.eq.u32 p, %1, 1; @p st.shared.b32 [%0], %2;}"
-                       :: "r"(barriers), "r"(zero), "r"(all) : "memory");
-        }
+        pack(S, codes);
         mma_wait<0>();
         hold_sums();
         hold(P);
@@ -319,19 +320,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
           next0 = a0;
           next1 = a1;
         }
-        if constexpr (LATE_PACK) pack(S, P);
-        else
 #pragma unroll
-          for (int e = 0; e < CODES; e++) P[e] = codes[e] | zero;
+        for (int e = 0; e < CODES; e++) P[e] = codes[e] | zero;
       };
 
       int i = 1;
+#endif
       if constexpr (WINDOW)
         for (; i < w.low; i++) step(Flag<true>(), i);
       for (; i < w.whole; i++) step(Flag<false>(), i);
       for (; i < w.count; i++) step(Flag<true>(), i);
-
       if (speaks) arrive(empty_q);
+#if !SERIAL
       wait(full_v + 8 * stage, phase);
       hold(P);
       hold_sums();
@@ -345,6 +345,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
       other_pieces(stage);
       if (speaks) arrive(empty_v + 8 * stage);
       if (++stage == STAGES) { stage = 0; phase ^= 1; }
+
+#endif
 
       if constexpr (ONES) {
         l0 = __shfl_sync(~0u, l0, lane & ~3);
@@ -379,8 +381,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
       }
     }
 
-    const float* channel = v_scale + ((long long)w.member * (q_heads / group) +
-                                      (w.head - w.batch * q_heads) / group) * VALUE_PADDED + 2 * pair;
+    const int kv_head = (w.head - w.batch * q_heads) / group;
+    const float* channel =
+        v_scale + ((long long)w.member * (q_heads / group) + kv_head) * VALUE_PADDED + 2 * pair;
     uint16_t* to = out + w.batch * out_stride_b + (w.head - w.batch * q_heads) * out_stride_h +
                    (long long)(w.q_row + row) * out_stride_s + 2 * pair;
     store_rows(O, l0, l1, channel, to, out_stride_s, row, w.q_rows, pair);
@@ -393,7 +396,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
         lse[at + 8] = l1 == 0.0f ? none : (m1 + __log2f(l1) - P_LOG2 + shift_log2[at + 8]) * LN2;
     }
   }
-  if constexpr (PINGPONG) {
-    if (consumer == 0) take_turn(1);
-  }
+  if (PINGPONG && consumer == 0) take_turn(1);
 }

@@ -50,3 +50,33 @@ static __device__ __forceinline__ float element(const Sum* t, int e) {
   return t[e];
 #endif
 }
+
+// Barriers of shared memory, in order: full and empty ones of the stages of K and of V, then of Q.
+struct Barriers {
+  uint32_t full_k, empty_k, full_v, empty_v, full_q, empty_q;
+};
+
+// Makes the barriers, and the rows of ones behind V: by all threads, before anything is copied.
+static __device__ __forceinline__ void prepare_shared(const Barriers& b, uint8_t* values) {
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < STAGES; s++) {
+      init_barrier(b.full_k + 8 * s, 1);
+      init_barrier(b.full_v + 8 * s, 1);
+      init_barrier(b.empty_k + 8 * s, CONSUMER_WARPS);
+      init_barrier(b.empty_v + 8 * s, CONSUMER_WARPS);
+    }
+    init_barrier(b.full_q, 1);
+    init_barrier(b.empty_q, CONSUMER_WARPS);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  if constexpr (ONES) {
+    constexpr int words = 8 * V_SWIZZLE / 4;
+    for (int p = 0; p < STAGES * V_PANELS; p++) {
+      uint8_t* panel =
+          values + p / V_PANELS * V_BYTES + p % V_PANELS * V_PANEL_BYTES;
+      for (int i = threadIdx.x; i < words; i += THREADS)
+        ((uint32_t*)(panel + VALUE * V_SWIZZLE))[i] = i < V_SWIZZLE / 4 ? 0x38383838u : 0u;
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
+}

@@ -31,10 +31,10 @@ class Tile:
     `block_n` keys a tile; `warpgroups` of 64 query rows each; `flush` keys that the temporary sum
     takes; `pieces` of the value columns that take turns in it; `ones`: row sums by the tensor core;
     `polynomial` of every 8 exponentials go to the FMA pipe; `pingpong`: two warpgroups take turns
-    at the tensor core; `in_place`: P V is added to the output itself; `late_pack`: codes of P are
-    made when P V has ended; `pinned`: P V is waited for behind the softmax, whatever the compiler
-    thinks; `shares`: the last blocks of queries may be dealt out by tiles of keys. (E4M3 codes of P
-    follow the running maximum of a part then, as far from the emulator's as two roundings are.)
+    at the tensor core; `in_place`: P V is added to the output itself; `serial`: a warpgroup ends a
+    tile before it begins the next, in fewer registers; `shares`: the last blocks of queries may be
+    dealt out by tiles of keys. (E4M3 codes of P follow the running maximum of a part then, as far
+    from the emulator's as two roundings are.)
     """
 
     block_n: int
@@ -45,8 +45,7 @@ class Tile:
     polynomial: int = 0
     pingpong: bool = False
     in_place: bool = False
-    late_pack: bool = False
-    pinned: bool = False
+    serial: bool = False
     shares: bool = False
 
     @property
@@ -190,8 +189,7 @@ def instance(recipe: Recipe, head_dim: int, v_head_dim: int, options: Options) -
         "POLY": tile.polynomial,
         "PINGPONG": int(tile.pingpong),
         "IN_PLACE": int(tile.in_place),
-        "LATE_PACK": int(tile.late_pack),
-        "PINNED": int(tile.pinned),
+        "SERIAL": int(tile.serial),
         "CAUSAL": int(options.causal),
         "WINDOW": int(options.window),
         "KEY_MASK": int(options.key_mask),
