@@ -5,11 +5,14 @@ shares, and what is left to diffusers, with the reason.
 from __future__ import annotations
 
 import gc
+import importlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from diffusers.models import transformers
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from parallel.ranks import on_ranks
 from parallel.work import CallCase, CallTold, each, one_call
@@ -21,6 +24,7 @@ from sagepatch.errors import InvalidArgument
 from sagepatch.layer import PatchedLayer, Policy
 from sagepatch.patchers import parallel
 from sagepatch.patchers.diffusers_dispatch import make_dispatch
+from sagepatch.patchers.diffusers_processors import Route, class_way
 from sagepatch.patchers.parallel import (
     CAUSAL,
     GROUPED,
@@ -101,6 +105,7 @@ SERVED: dict[str, CallCase] = {
     ),
     "uneven shares, 3 heads": CallCase(ANY_ULYSSES, INT8, *tensors(S=65, H=3)),
     "uneven shares in a ring": CallCase(ANY_RING, INT8, *tensors(S=65, H=3)),
+    "by function mode": CallCase(ULYSSES, INT8, *tensors(), redirected=True),
     "uneven padding": CallCase(
         ANY_ULYSSES, INT8, *tensors(S=65), {"attn_mask": padding(65)[:, None, None]}
     ),
@@ -129,6 +134,7 @@ LEFT: dict[str, tuple[CallCase, str, str | None]] = {
     ),
     "gradients": (CallCase(ULYSSES, INT8, *tensors(), grad=True), TRAINING, None),
     "gradients in a ring": (CallCase(RING, INT8, *tensors(), grad=True), TRAINING, NO_LSE),
+    "by function mode in a ring": (CallCase(RING, INT8, *tensors(), redirected=True), "", NO_LSE),
     "dropout": (CallCase(ULYSSES, INT8, *tensors(), {"dropout_p": 1e-9}), DROPOUT, None),
     "strict": (
         CallCase(RING, INT8, *tensors(), {"attn_mask": padding(64)}, strict=True),
@@ -190,6 +196,22 @@ def test_gradients_are_those_of_one_process(told: dict[str, list[CallTold]]) -> 
     dispatch_attention_fn(q, case.k, case.v).sum().backward()
     parts = [one.grad for one in told["gradients"]]
     torch.testing.assert_close(torch.cat([g for g in parts if g is not None], 1), q.grad)
+
+
+def test_every_model_with_a_plan_for_it_is_reached_by_its_dispatcher() -> None:
+    folder = Path(transformers.__file__).parent
+    files = [file for file in folder.glob("*.py") if "_cp_plan = {" in file.read_text()]
+    assert len(files) > 8
+    for file in files:
+        module = importlib.import_module(f"{transformers.__name__}.{file.stem}")
+        processors = [
+            kind
+            for name, kind in vars(module).items()
+            # Names that end in 2_0 here are old ones, which only warn; but for Qwen-Image's.
+            if name.endswith(("Processor", "QwenDoubleStreamAttnProcessor2_0"))
+            and kind.__module__ == module.__name__
+        ]
+        assert {class_way(kind).route for kind in processors} == {Route.DISPATCH}, file
 
 
 def config(ulysses: int = 1, ring: int = 1) -> Any:

@@ -23,6 +23,7 @@ from sagepatch.backends import unusable
 from sagepatch.dispatch import Request
 from sagepatch.layer import PatchedLayer, Policy
 from sagepatch.patchers.diffusers_dispatch import make_dispatch
+from sagepatch.patchers.sdpa import SdpaRedirect
 
 Options = dict[str, Any]
 
@@ -70,6 +71,7 @@ class CallCase:
     options: Options = field(default_factory=dict)
     strict: bool = False
     grad: bool = False
+    redirected: bool = False  # by function mode, as a processor without a backend attribute
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,17 @@ def one_call(rank: int, case: CallCase, device: str) -> CallTold:
     layer = PatchedLayer("site", "self", policy, Request(case.variant, True), unusable)
     q.requires_grad_(case.grad)
     dispatch = make_dispatch(dispatch_attention_fn, None)
-    out = tried(lambda: dispatch(q, k, v, **options, backend=layer.handle, parallel_config=config))
+
+    def attend() -> Tensor:
+        out: Tensor
+        if case.redirected:
+            with SdpaRedirect(layer.handle):
+                out = dispatch_attention_fn(q, k, v, **options, parallel_config=config)
+        else:
+            out = dispatch(q, k, v, **options, backend=layer.handle, parallel_config=config)
+        return out
+
+    out = tried(attend)
     record = layer.record
     if case.grad and isinstance(out, Tensor):
         out.sum().backward()
