@@ -406,3 +406,17 @@ def test_numbers_that_say_nothing_are_refused_before_the_run(arguments, monkeypa
     monkeypatch.setattr("sagepatch.cli.run.load", loaded)
     monkeypatch.setattr("sagepatch.cli.calibrate.load", loaded)
     assert run_command(arguments) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says", "code"),
+    [
+        (("inspect", ""), "no model was named", 3),
+        (("explain", "1x8x128x128x64", "--causal-offset", "5"), "needs --causal", 2),
+        (("explain", "1x8x128x128x64", "--arch", "-5"), "--arch", 2),
+    ],
+    ids=["no name", "offset", "arch"],
+)
+def test_what_commands_once_took_without_a_word(arguments, says: str, code: int, capsys) -> None:
+    assert run_command(arguments) == code
+    assert says in capsys.readouterr().err

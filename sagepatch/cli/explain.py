@@ -28,11 +28,15 @@ def explain(
     dtype: Annotated[str, typer.Option(help="fp16, bf16, fp32 or fp64.")] = "bf16",
     arch: Annotated[
         int | None,
-        typer.Option(help="Compute capability, 90 for sm_90; 0 for a CPU. Default: this machine."),
+        typer.Option(
+            min=0, help="Compute capability, 90 for sm_90; 0 for a CPU. Default: this machine."
+        ),
     ] = None,
     mask: Annotated[str, typer.Option(help="none, key_padding, bool or additive.")] = "none",
     causal: Annotated[bool, typer.Option("--causal", help="Hide later keys.")] = False,
-    causal_offset: Annotated[int, typer.Option(help="With --causal: keys - queries.")] = 0,
+    causal_offset: Annotated[
+        int | None, typer.Option(help="With --causal: keys - queries. Default 0.")
+    ] = None,
     window: Annotated[int | None, typer.Option(min=1, help="Sliding window.")] = None,
     softcap: Annotated[bool, typer.Option("--softcap")] = False,
     sinks: Annotated[bool, typer.Option("--sinks")] = False,
@@ -47,6 +51,8 @@ def explain(
 
     Works for any GPU from any machine. Exit code 4 where nothing that was asked for can serve.
     """
+    if causal_offset is not None and not causal:
+        raise InvalidArgument(f"--causal-offset {causal_offset} needs --causal")
     here = Machine.here()
     own = here.gpus[0].arch if here.gpus else 0
     target = own if arch is None else arch
@@ -55,7 +61,7 @@ def explain(
         **{
             **asdict(spec),
             "mask": spec.mask,
-            "causal_offset": causal_offset if causal else None,
+            "causal_offset": (causal_offset or 0) if causal else None,
             "window": window,
             "softcap": softcap,
             "sinks": sinks,

@@ -54,6 +54,8 @@ def hub_location(hub_id: str) -> str:
 
 def resolve(asked: str) -> Source:
     """Find what the user means; raises `ModelError` with the nearest names where nothing fits."""
+    if not asked.strip():
+        raise ModelError(f"no model was named: give {DEMO}, a preset, a folder or a hub id")
     if asked == DEMO:
         return Source(asked, DEMO)
     preset = PRESETS.get(asked)
