@@ -162,6 +162,8 @@ def calibrate(
         logger.warning("sagepatch: interrupted, what was measured so far is kept")
     finally:
         patch.restore()
+        # Patches that the run made and left.
+        restore(model)
     return patch.calibration()
 
 
@@ -180,7 +182,7 @@ def _replacing_earlier(parts: Parts) -> Iterator[None]:
 
 
 def _nothing(parts: Parts, found: Found) -> str:
-    looked = ", ".join(parts.modules) or "nothing"
+    looked = ", ".join(name or "all of it" for name in parts.modules) or "nothing"
     if not found.left:
         return f"no attention layer found in {parts.label} (looked at {looked})"
     reasons = "; ".join(sorted({left.reason for left in found.left}))

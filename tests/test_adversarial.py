@@ -27,7 +27,14 @@ from sagepatch.backends.guard import DeviceGuard
 from sagepatch.cli import run_command
 from sagepatch.dispatch import Request
 from sagepatch.env import cache_dir
-from sagepatch.errors import InvalidArgument, MachineError, ModelError, PlanError, VariantRefused
+from sagepatch.errors import (
+    InvalidArgument,
+    MachineError,
+    ModelError,
+    NothingPatched,
+    PlanError,
+    VariantRefused,
+)
 from sagepatch.layer import PatchedLayer, Policy
 from sagepatch.ops import chosen_for, run_layer
 from sagepatch.plan import Plan, write_text
@@ -261,6 +268,19 @@ def test_a_patch_may_be_entered_again() -> None:
         assert torch.equal(forward(model), fast)
     assert torch.equal(forward(model), plain)
     assert patch.report().layers[0].by_variant == {FAST: 2}
+
+
+def test_calibrate_leaves_no_patch_that_its_run_made() -> None:
+    model = stack()
+    plain = forward(model)
+    sagepatch.calibrate(model, run=lambda: sagepatch.apply(model, variant=FAST), emulate=True)
+    assert torch.equal(forward(model), plain)
+    assert "forward" not in vars(model[0])
+
+
+def test_a_model_without_attention_was_looked_at_as_a_whole() -> None:
+    with pytest.raises(NothingPatched, match=r"no attention layer found in Linear \(.* all of it"):
+        sagepatch.apply(torch.nn.Linear(2, 2))
 
 
 def test_a_threshold_beside_a_plan_of_another_is_refused() -> None:
