@@ -46,6 +46,7 @@ def _attention(
     bshd_out: bool,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
+    # Kernels walk rows of one number an entry without looking at strides.
     call = Call(
         q,
         k,
@@ -55,9 +56,9 @@ def _attention(
         causal_offset,
         window,
         softcap,
-        sinks,
-        cu_seqlens_q,
-        cu_seqlens_kv,
+        None if sinks is None else sinks.contiguous(),
+        None if cu_seqlens_q is None else cu_seqlens_q.contiguous(),
+        None if cu_seqlens_kv is None else cu_seqlens_kv.contiguous(),
         bshd_out,
         return_lse,
     )

@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,8 @@ import sagepatch
 from sagepatch.backends.catalogue import BY_NAME, SDPA
 from sagepatch.backends.guard import DeviceGuard
 from sagepatch.cli import run_command
+from sagepatch.cli.generation import Made
+from sagepatch.cli.saving import save
 from sagepatch.dispatch import Request
 from sagepatch.env import cache_dir
 from sagepatch.errors import (
@@ -36,6 +39,7 @@ from sagepatch.errors import (
     VariantRefused,
 )
 from sagepatch.layer import PatchedLayer, Policy
+from sagepatch.numerics.attention import emulate
 from sagepatch.ops import chosen_for, run_layer
 from sagepatch.plan import Plan, write_text
 from sagepatch.plan_cache import cached_plan
@@ -440,3 +444,35 @@ def test_numbers_that_say_nothing_are_refused_before_the_run(arguments, monkeypa
 def test_what_commands_once_took_without_a_word(arguments, says: str, code: int, capsys) -> None:
     assert run_command(arguments) == code
     assert says in capsys.readouterr().err
+
+
+def test_a_picture_is_not_drawn_for_a_text_file(monkeypatch, tmp_path, capsys) -> None:
+    # Before, the picture was drawn and lost to a KeyError.
+    monkeypatch.setattr("sagepatch.cli.run.compared", lambda *_: pytest.fail("it was drawn"))
+    command = ("run", "demo", "--prompt", "x", "--out", str(tmp_path / "x.txt"))
+    assert run_command(command) == 2
+    assert "must end in" in capsys.readouterr().err
+
+
+def test_a_video_that_the_format_cannot_hold_is_kept(tmp_path) -> None:
+    frames = tuple(np.full((8, 8, 3), shade, np.uint8) for shade in (0, 200))
+    kept = save([Made(frames=frames, is_video=True)], tmp_path / "clip.jpg")
+    assert kept == tmp_path / "clip.webp"
+    assert kept.stat().st_size > 0
+
+
+def test_kernels_get_sinks_and_lengths_without_gaps(monkeypatch) -> None:
+    seen = []
+
+    def kernel(one, recipe):
+        seen.append(one)
+        return emulate(one, recipe)
+
+    monkeypatch.setattr("sagepatch.backends.emulated.emulate", kernel)
+    q = qkv()[0][:1]
+    ends = torch.tensor([0, 9, 5, 9, 20, 9])[::2]
+    gaps = {"sinks": torch.randn(8)[::2], "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+    sagepatch.attention(q, q, q, variant=FAST, **gaps)
+    assert seen[0].sinks.is_contiguous()
+    assert seen[0].cu_seqlens_q.is_contiguous()
+    assert seen[0].cu_seqlens_kv.is_contiguous()

@@ -123,6 +123,9 @@ def run(
     with progress(f"loading {source.asked}"):
         loaded = load(source, where)
     check(loaded, job)
+    if out_file is not None:
+        writes = isinstance(loaded, LanguageModel)
+        check_target(out_file, TEXTS if writes else tuple({*PICTURES, *VIDEOS}), "--out")
     if strict and not choice.calibrates and choice.plan is None:
         with progress("rehearsing one step") as step:
             rehearse(

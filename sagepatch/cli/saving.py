@@ -59,11 +59,14 @@ def write_report(report: Report, path: Path) -> None:
 
 
 def save(runs: list[Made], path: Path) -> Path:
-    """Write what was made: one run as it is, two side by side. Returns where it lies.
+    """Write what was made: one run as it is, two side by side. Returns where it lies: a video that
+    the asked-for format cannot hold becomes .webp.
 
     Where `path` fails (a full disk), the work is kept in the folder for temporary files, and the
     error says where.
     """
+    if runs[0].is_video and path.suffix.lower() not in VIDEOS:
+        path = path.with_suffix(".webp")
     data = encode(runs, path.suffix.lower())
     try:
         write_bytes(path, data)
