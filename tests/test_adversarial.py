@@ -436,10 +436,11 @@ def test_numbers_that_say_nothing_are_refused_before_the_run(arguments, monkeypa
     ("arguments", "says", "code"),
     [
         (("inspect", ""), "no model was named", 3),
+        (("run", "demo", "--prompt", "x", "--device", "meta"), "--device is 'meta'", 2),
         (("explain", "1x8x128x128x64", "--causal-offset", "5"), "needs --causal", 2),
         (("explain", "1x8x128x128x64", "--arch", "-5"), "--arch", 2),
     ],
-    ids=["no name", "offset", "arch"],
+    ids=["no name", "device", "offset", "arch"],
 )
 def test_what_commands_once_took_without_a_word(arguments, says: str, code: int, capsys) -> None:
     assert run_command(arguments) == code

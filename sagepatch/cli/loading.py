@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from sagepatch.backends.catalogue import SDPA
 from sagepatch.cli.console import quiet_libraries
 from sagepatch.cli.failures import gated_sentence, loading
 from sagepatch.cli.sources import Source
@@ -163,6 +164,11 @@ def _device(text: str) -> torch.device:
         device = torch.device(text)
     except RuntimeError as error:
         raise InvalidArgument(f"--device is {text!r}, needs cpu, cuda or cuda:N") from error
+    if device.type not in SDPA.devices:  # "meta" holds no numbers
+        raise InvalidArgument(f"--device is {text!r}, needs cpu, cuda or cuda:N")
+    own = getattr(torch, device.type, None)
+    if device.type in ("mps", "xpu") and not (own is not None and own.is_available()):
+        raise MachineError(f"--device is {text}, which torch does not have here: use --device cpu")
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
