@@ -86,7 +86,11 @@ def _failure_on(variant: Variant, index: int) -> str | None:
         if _kept(facts) == "":
             _RESULTS[key] = None
             return None
-        _RESULTS[key] = why = _check(variant, index)
+        try:
+            _RESULTS[key] = why = _check(variant, index)
+        except torch.OutOfMemoryError:
+            # Says nothing about the kernel: the next call asks again.
+            return f"known-answer check: no memory left for it on {gpu}"
         _keep(facts, why)
         if why is not None:
             logger.warning("sagepatch: %s is disabled on %s: %s", variant.name, gpu, why)
@@ -134,6 +138,8 @@ def _check(variant: Variant, index: int) -> str | None:
             torch.full((1 << 20,), float("nan"), device=device)
             out, lse = load(variant.entry)(call, variant.recipe)
             return verdict(variant, call, out, lse)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # noqa: BLE001  whatever a compiler or a driver raises
         text = str(error).strip().splitlines()
         return f"known-answer check: {type(error).__name__}: {text[0] if text else 'no message'}"

@@ -116,6 +116,18 @@ def test_a_failure_disables_the_kernel_and_the_next_process_tries_again(gpu, cap
     assert selfcheck.last_failure(VARIANT) is None
 
 
+def test_a_check_without_memory_says_nothing_about_the_kernel(gpu, monkeypatch):
+    def hungry(variant, index):
+        raise torch.OutOfMemoryError("no room")
+
+    passing = selfcheck._check
+    monkeypatch.setattr(selfcheck, "_check", hungry)
+    assert "no memory left" in selfcheck.failure(VARIANT)
+    assert selfcheck.last_failure(VARIANT) is None
+    monkeypatch.setattr(selfcheck, "_check", passing)
+    assert selfcheck.failure(VARIANT) is None
+
+
 def test_nothing_is_checked_while_a_graph_is_captured(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert selfcheck.failure(VARIANT) is None

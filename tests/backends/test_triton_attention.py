@@ -122,6 +122,16 @@ def test_softcap_and_sinks_get_the_mean_back(recipe, softcap, sinks):
     check(call, recipe)
 
 
+@pytest.mark.parametrize("softcap", [1e3, 1e5, 1e7])
+def test_large_softcaps_keep_their_precision(softcap):
+    check(make((1, 2, 2, 64, 64, 64), softcap=softcap), RECIPES["sage2_8"])
+
+
+def test_sinks_with_gaps_in_memory():
+    sinks = torch.randn(8, generator=torch.Generator().manual_seed(3)).to(DEVICE)[::2]
+    check(make((2, 4, 2, 70, 90, 64), sinks=sinks), RECIPES["sage2_8"])
+
+
 # case 9: LSE of unsmoothed scores, [B, H, Sq], and output orders; case 10: Sq == H
 @pytest.mark.parametrize("shape", [(2, 8, 2, 130, 60, 64), (1, 8, 8, 8, 8, 64)], ids=str)
 @few

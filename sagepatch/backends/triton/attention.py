@@ -215,7 +215,7 @@ def attend(
             None if live is None else live.mask,
             None if live is None else live.tiles,
             None if live is None else live.counts,
-            call.sinks,
+            None if call.sinks is None else call.sinks.contiguous(),
             call.cu_seqlens_q,
             call.cu_seqlens_kv,
             out,

@@ -250,7 +250,7 @@ def run_where(
             call.k,
             call.v,
             mask,
-            call.sinks,
+            None if call.sinks is None else call.sinks.contiguous(),
             call.cu_seqlens_q,
             call.cu_seqlens_kv,
             out,

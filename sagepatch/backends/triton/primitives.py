@@ -146,5 +146,9 @@ def masked(scores, seen, value, MASK):
 
 @triton.jit
 def tanh(x):
-    """tanh by the exponential, to fp32 accuracy for what a soft cap needs."""
-    return 1.0 - 2.0 / (1.0 + tl.math.exp2(x * (2.0 * LOG2E)))
+    """tanh to fp32 accuracy: by the exponential, and by its series where that would cancel, as a
+    large soft cap multiplies what is left.
+    """
+    square = x * x
+    series = x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0)))
+    return tl.where(square < 0.0025, series, 1.0 - 2.0 / (1.0 + tl.math.exp2(x * (2.0 * LOG2E))))
