@@ -64,9 +64,12 @@ def last_failure(variant: Variant) -> str | None:
 
 
 def _each_kind() -> list[int]:
-    """One device number of each kind of GPU."""
+    """One device number of each kind of GPU: the current one of its kind, so that a process that
+    keeps to one GPU opens no other.
+    """
+    current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
     kinds: dict[str, int] = {}
-    for index in range(torch.cuda.device_count()):
+    for index in sorted(range(torch.cuda.device_count()), key=lambda number: number != current):
         kinds.setdefault(torch.cuda.get_device_name(index), index)
     return list(kinds.values())
 

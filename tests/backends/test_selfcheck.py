@@ -116,6 +116,16 @@ def test_a_failure_disables_the_kernel_and_the_next_process_tries_again(gpu, cap
     assert selfcheck.last_failure(VARIANT) is None
 
 
+def test_the_current_gpu_stands_for_its_kind(gpu, monkeypatch):
+    names = ["A", "B", "B", "A"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_name", names.__getitem__)
+    assert selfcheck._each_kind() == [0, 1]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert selfcheck._each_kind() == [2, 0]
+
+
 def test_a_check_without_memory_says_nothing_about_the_kernel(gpu, monkeypatch):
     def hungry(variant, index):
         raise torch.OutOfMemoryError("no room")
