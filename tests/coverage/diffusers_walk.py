@@ -248,7 +248,15 @@ def _built(owner: type) -> nn.Module:
         for key, parameter in signature.parameters.items()
         if _DEPTH.fullmatch(key) and isinstance(parameter.default, int) and parameter.default > 2
     }
-    made: nn.Module = owner(**{**shallow, **options})
+    made: nn.Module
+    try:
+        made = owner(**{**shallow, **options})
+    except RuntimeError as error:
+        if "expected device meta" not in str(error):
+            raise
+        # Once torch's decompositions are loaded, some tables of filters mix devices there.
+        with torch.device("cpu"):
+            made = owner(**{**shallow, **options})
     return made
 
 
