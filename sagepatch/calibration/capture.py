@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from statistics import median_high
 
 import torch
 from torch import Tensor
@@ -89,8 +90,7 @@ class LayerCalibration:
     @property
     def us_exact(self) -> float | None:
         """Median time of exact attention in microseconds, None where nothing was timed."""
-        times = sorted(self.exact_us)
-        return times[len(times) // 2] if times else None
+        return median_high(self.exact_us) if self.exact_us else None
 
     def _sample(self, layer: PatchedLayer, call: Call, exact: Tensor) -> None:
         spec = call.spec()

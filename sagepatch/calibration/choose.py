@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median_high
 
 from sagepatch.backends.catalogue import BY_NAME, SDPA
 from sagepatch.calibration.measure import Measurement
@@ -40,7 +41,7 @@ class Summary:
     def of(cls, measurements: Sequence[Measurement]) -> Summary:
         """Sum up the measurements of one candidate."""
         worst = min(measurements, key=lambda m: (m.finite, m.cosine))
-        times = sorted(m.us for m in measurements if m.us is not None)
+        times = [m.us for m in measurements if m.us is not None]
         return cls(
             worst.variant,
             all(m.finite for m in measurements),
@@ -52,7 +53,7 @@ class Summary:
             worst.worst_head,
             worst.call,
             len(measurements),
-            times[len(times) // 2] if times else None,
+            median_high(times) if times else None,
         )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import fmean
+from statistics import fmean, median_high
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -93,5 +93,5 @@ def _summary(parts: Sequence[Summary]) -> Summary:
 
 
 def _median(times: Sequence[float | None]) -> float | None:
-    known = sorted(time for time in times if time is not None)
-    return known[len(known) // 2] if known else None
+    known = [time for time in times if time is not None]
+    return median_high(known) if known else None
