@@ -167,6 +167,19 @@ class TestBench:
         assert lines[0].startswith("# CPU, torch")
         assert len(lines) == 4
 
+    def test_the_file_to_send(self, sage: Sage) -> None:
+        one = ("--shape", "small_d64", "--recipe", "emulated.sage2pp_8")
+        ended = sage("bench", *one, "--json", "--out", "b.json")
+        assert ended.code == 0, ended.err
+        printed, kept = json.loads(ended.out), json.loads(Path("b.json").read_text())
+        assert printed == kept
+        assert [row["variant"] for row in kept["rows"]] == ["sdpa.exact", "emulated.sage2pp_8"]
+        assert kept["gpu"] is None
+        assert kept["budget_s"] == 120
+
+    def test_no_time_at_all_is_refused(self, sage: Sage) -> None:
+        assert sage("bench", "--seconds", 0).code == 2
+
     @pytest.mark.parametrize("option", ["--shape", "--recipe"])
     def test_unknown_names(self, sage: Sage, option: str) -> None:
         ended = sage("bench", option, "nonsense")

@@ -1,0 +1,76 @@
+"""The calls that are measured, by name. Pure; times nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sagepatch.spec import Call
+
+# A kernel is checked against its emulator on this much of the shape before it is timed.
+CHECKED_HEADS = 2
+CHECKED_LENGTH = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Self-attention of one size by name: [batch, q_heads, length, head_dim] with kv_heads keys."""
+
+    name: str
+    batch: int
+    q_heads: int
+    kv_heads: int
+    length: int
+    head_dim: int
+    causal: bool = False
+
+    @property
+    def flops(self) -> float:
+        """Operations of both matrix products, halved where causal."""
+        whole = 4.0 * self.batch * self.q_heads * self.length**2 * self.head_dim
+        return whole / 2 if self.causal else whole
+
+    def reduced(self) -> Shape:
+        """The same kind of call, small enough to emulate."""
+        shared = self.q_heads // self.kv_heads
+        heads = min(CHECKED_HEADS, self.kv_heads)
+        length = min(CHECKED_LENGTH, self.length)
+        return Shape(self.name, 1, heads * shared, heads, length, self.head_dim, self.causal)
+
+    def call(self, device: torch.device, dtype: torch.dtype) -> Call:
+        """Random normal q, k, v of this shape from a fixed seed."""
+        generator = torch.Generator(device).manual_seed(0)
+
+        def noise(heads: int) -> torch.Tensor:
+            size = (self.batch, heads, self.length, self.head_dim)
+            return torch.randn(size, generator=generator, device=device, dtype=dtype)
+
+        q, k, v = noise(self.q_heads), noise(self.kv_heads), noise(self.kv_heads)
+        return Call(q, k, v, self.head_dim**-0.5, causal_offset=0 if self.causal else None)
+
+
+# What `sagepatch bench` measures unasked: images, a language model, what is too short to gain, and
+# a video. The most telling first, as time may run out; they fit in 4 GB.
+STANDARD = (
+    Shape("flux_1024", 1, 24, 24, 4608, 128),
+    Shape("sdxl_1024", 2, 10, 10, 4096, 64),
+    Shape("llama_4k_causal", 1, 32, 8, 4096, 128, True),
+    Shape("d128_1k", 8, 32, 32, 1024, 128),
+    Shape("cogvideox_2b", 2, 30, 30, 17776, 64),
+)
+# By name only: large GPUs.
+LARGE = (
+    Shape("hunyuan_33k", 1, 24, 24, 32768, 128),
+    Shape("llama_8k_causal", 4, 32, 32, 8192, 128, True),
+    Shape("d64_16k", 1, 32, 32, 16384, 64),
+    Shape("d128_16k", 1, 32, 32, 16384, 128),
+    Shape("d128_4k", 4, 32, 32, 4096, 128),
+    Shape("d64_8k_causal", 2, 32, 32, 8192, 64, True),
+)
+# What a CPU can emulate in a moment.
+SMALL = (
+    Shape("small_d64", 1, 2, 2, 500, 64),
+    Shape("small_d128_causal_gqa", 1, 4, 2, 333, 128, True),
+)
+SHAPES = {shape.name: shape for shape in (*STANDARD, *LARGE, *SMALL)}
