@@ -16,6 +16,7 @@ from sagepatch.backends.catalogue import BY_NAME, SDPA
 from sagepatch.calibration.capture import LayerCalibration
 from sagepatch.calibration.choose import FEWEST_SAMPLES
 from sagepatch.calibration.measure import Stopwatch
+from sagepatch.calibration.planning import entry_at
 from sagepatch.calibration.reuse import FirstLook, TimeAgain, emulation, native, stale
 from sagepatch.calibration.table import Calibration, LayerTable
 from sagepatch.dispatch import Request
@@ -102,7 +103,7 @@ class Patch:
     def calibration(self) -> Calibration:
         """Everything measured so far; empty for a patch that follows a plan or a variant."""
         rows = tuple(
-            LayerTable.of(layer.name, layer.kind, self._tables[layer.name])
+            LayerTable(layer.name, layer.kind, tuple(self._tables[layer.name].rows))
             for layer in self.layers
             if layer.name in self._tables
         )
@@ -277,8 +278,9 @@ class Patch:
         if table is None:
             self._take(layer, self._entries[layer.name])
             return
-        row = LayerTable.of(layer.name, layer.kind, table)
-        self._take(layer, row.entry(self.threshold))
+        # The calls on the way to a lock are the first ones: they say nothing of later steps.
+        row = LayerTable(layer.name, layer.kind, tuple(table.rows))
+        self._take(layer, entry_at(row, self.threshold, by_step=False))
         if self._worth_keeping():
             keep_plan(self.plan(), self.machine)
 

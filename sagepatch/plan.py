@@ -19,9 +19,35 @@ from sagepatch.errors import InvalidArgument, MachineError, PlanError
 from sagepatch.numerics.recipe import RECIPES
 from sagepatch.spec import AttnSpec
 
-SCHEMA = 2
+SCHEMA = 3
 # The least cosine of a layer, in its worst head and sample, where nobody says otherwise.
 DEFAULT_THRESHOLD = 0.998
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRange:
+    """What one layer runs in one part of the denoising schedule, and why. Places are fractions: 0
+    is the first step, 1 the last; a range holds its start, and its end only where that is 1.
+
+    Errors are the worst over the samples in the range, None if there were none. `alternatives` are
+    the other kernels that are accurate enough in it, best first.
+    """
+
+    start: float
+    end: float
+    variant: str
+    numerics_version: int
+    reason: str
+    cosine: float | None = None
+    rel_l1: float | None = None
+    worst_head: int | None = None
+    worst_call: int | None = None
+    us_chosen: float | None = None
+    alternatives: dict[str, int] = field(default_factory=dict)
+
+    def holds(self, at: float) -> bool:
+        """Whether this range holds a place of the schedule."""
+        return self.start <= at < self.end or at == self.end == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +55,14 @@ class PlanEntry:
     """What one layer runs and why. Errors are the worst over samples and heads, None if none were
     measured.
 
-    `shapes` describes the measured calls. `worst_call` is the number of the call with the lowest
-    cosine, `cosine_mean` the mean over samples. `alternatives` are the other kernels that are
-    accurate enough, best first, with their numerics version: another GPU times them again.
+    `ranges` says what runs where in the schedule, in order, from 0 to 1; empty: `variant` runs
+    everywhere. With ranges `variant` is the most accurate of them: it runs where the place in the
+    schedule is unknown. `shapes` describes the measured calls. `worst_call` is the number of the
+    call with the lowest cosine, `cosine_mean` the mean over samples. `alternatives` are the other
+    kernels that are accurate enough, best first, with their numerics version: another GPU times
+    them again. `k_offset`, `q_outlier` and `p_entropy` describe the inputs, each at the worst
+    sample and head (`calibration.sample.Statistics`); `remedy` says what was tried where fast
+    kernels were not accurate enough.
     """
 
     site: str
@@ -53,6 +84,30 @@ class PlanEntry:
     us_exact: float | None = None
     us_chosen: float | None = None
     alternatives: dict[str, int] = field(default_factory=dict)
+    ranges: tuple[PlanRange, ...] = ()
+    k_offset: float | None = None
+    q_outlier: float | None = None
+    p_entropy: float | None = None
+    remedy: str | None = None
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """Every kernel that this entry may run, each once."""
+        return tuple(dict.fromkeys((self.variant, *(part.variant for part in self.ranges))))
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """Every kernel that this entry names, alternatives too."""
+        others = [*self.alternatives, *(name for part in self.ranges for name in part.alternatives)]
+        return tuple(dict.fromkeys((*self.variants, *others)))
+
+    def range_at(self, at: float) -> PlanRange | None:
+        """The range that holds a place of the schedule; None for an entry without ranges.
+
+        >>> entry.range_at(0.0).variant
+        'sdpa.exact'
+        """
+        return next((part for part in self.ranges if part.holds(at)), None)
 
     @property
     def shape(self) -> str | None:
@@ -125,8 +180,8 @@ class Plan:
         if not isinstance(entries, list):
             raise PlanError(f"{origin} has no list of entries")
         values = _typed(cls, data, origin, skip={"entries"})
-        rows = tuple(PlanEntry(**_typed(PlanEntry, entry, origin)) for entry in entries)
-        for name in (name for row in rows for name in (row.variant, *row.alternatives)):
+        rows = tuple(_entry(entry, origin) for entry in entries)
+        for name in (name for row in rows for name in row.named):
             toolchain, _, recipe = name.rpartition(".")
             if not toolchain or recipe not in RECIPES:
                 raise PlanError(f"{origin} names variant {name!r}, which does not exist")
@@ -236,7 +291,42 @@ def _from_1(data: dict[str, Any]) -> dict[str, Any]:
     return {**data, "schema": 2, "entries": rows}
 
 
-_UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _from_1}
+def _from_2(data: dict[str, Any]) -> dict[str, Any]:
+    """Schema 2 kept one kernel a layer for the whole schedule, and no statistics of the inputs."""
+    added: dict[str, Any] = {
+        "ranges": [],
+        "k_offset": None,
+        "q_outlier": None,
+        "p_entropy": None,
+        "remedy": None,
+    }
+    entries = data.get("entries")
+    if isinstance(entries, list):
+        entries = [{**old, **added} if isinstance(old, dict) else old for old in entries]
+    return {**data, "schema": 3, "entries": entries}
+
+
+_UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _from_1, 2: _from_2}
+
+
+def _entry(data: Any, origin: str) -> PlanEntry:
+    """One entry of a plan; its ranges must follow one another from 0 to 1."""
+    given = isinstance(data, dict) and "ranges" in data
+    values = _typed(PlanEntry, data, origin, skip={"ranges"} if given else frozenset())
+    listed = data["ranges"]
+    if not isinstance(listed, list):
+        raise PlanError(f"{origin}: ranges is {listed!r}, needs a list")
+    ranges = tuple(PlanRange(**_typed(PlanRange, part, origin)) for part in listed)
+    ends = [0.0, *(part.end for part in ranges)]
+    starts = [*(part.start for part in ranges), 1.0]
+    rising = all(part.start < part.end for part in ranges)
+    if ranges and (starts != ends or not rising):
+        parts = ", ".join(f"{part.start:g} to {part.end:g}" for part in ranges)
+        raise PlanError(
+            f"{origin}: the ranges of {values['site']} are {parts}; "
+            "they must follow one another from 0 to 1"
+        )
+    return PlanEntry(**{**values, "ranges": ranges})
 
 
 def _typed(cls: type, data: Any, origin: str, skip: frozenset[str] | set[str] = frozenset()) -> Any:
@@ -246,7 +336,7 @@ def _typed(cls: type, data: Any, origin: str, skip: frozenset[str] | set[str] = 
     if not isinstance(data, dict):
         raise PlanError(f"{origin} holds {type(data).__name__} where an object is needed")
     declared = {field.name: str(field.type) for field in fields(cls) if field.name not in skip}
-    unknown = sorted(set(data) - set(declared))
+    unknown = sorted(set(data) - set(declared) - skip)
     if unknown:
         raise PlanError(f"{origin} has unknown fields: {', '.join(unknown)}")
     missing = sorted(set(declared) - set(data))

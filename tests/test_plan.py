@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sagepatch.errors import MachineError, PlanError
-from sagepatch.plan import SCHEMA, Plan, PlanEntry, alike
+from sagepatch.plan import SCHEMA, Plan, PlanEntry, PlanRange, alike
 from sagepatch.spec import AttnSpec, MaskKind
 
 ROOT = Path(__file__).parent.parent
@@ -39,7 +39,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     [
         ("{", "not JSON"),
         ("[]", "needs a JSON object"),
-        (broken(schema=SCHEMA + 1), "reads up to 2: upgrade sagepatch"),
+        (broken(schema=SCHEMA + 1), "reads up to 3: upgrade sagepatch"),
         (broken(schema=0), "schema 0, needs a number from 1"),
         (broken(schema=True), "schema True"),
         (broken(schema="2"), "schema '2'"),
@@ -119,6 +119,60 @@ def test_a_plan_of_schema_1_upgrades() -> None:
         Plan.from_json(json.dumps({**old, "entries": "none"}))
 
 
+RANGES = (
+    PlanRange(0.0, 0.25, "sdpa.exact", 1, "first steps"),
+    PlanRange(0.25, 1.0, "triton.sage2_8", 1, "fast", 0.999, alternatives={"triton.sage1_b": 1}),
+)
+RANGED = replace(ENTRY, variant="sdpa.exact", ranges=RANGES)
+
+
+def test_ranges_survive_a_file_and_hold_every_place_once() -> None:
+    plan = replace(PLAN, entries=(RANGED,))
+    assert Plan.from_json(plan.to_json()) == plan
+    for at, variant in ((0, "sdpa.exact"), (0.2499, "sdpa.exact"), (0.25, "triton.sage2_8")):
+        assert RANGED.range_at(at).variant == variant
+    assert RANGED.range_at(1.0) is RANGES[1]
+    assert [part.holds(0.25) for part in RANGES] == [False, True]
+    assert RANGED.variants == ("sdpa.exact", "triton.sage2_8")
+    assert RANGED.named == ("sdpa.exact", "triton.sage2_8", "triton.sage1_b")
+    assert ENTRY.range_at(0.5) is None
+
+
+@pytest.mark.parametrize(
+    ("ranges", "said"),
+    [
+        ([{"end": 0.5}, {}], "are 0 to 0.5, 0.25 to 1; they must follow one another from 0 to 1"),
+        ([{}], "are 0 to 0.25; they must follow"),
+        ([{"start": 0.1}, {}], "are 0.1 to 0.25, 0.25 to 1"),
+        ([{"end": 0.0}, {"start": 0.0}], "are 0 to 0, 0 to 1"),
+        ([{"end": "late"}, {}], "end is 'late', needs float"),
+        ([{"end": None}, {}], "end is None"),
+        ([{"variant": "triton.sage9"}, {}], "variant 'triton.sage9', which does not exist"),
+        ([{}, {"alternatives": {"nothing": 1}}], "variant 'nothing'"),
+        ([{"odd": 1}, {}], "unknown fields: odd"),
+        ({}, "ranges is {}, needs a list"),
+        (None, "ranges is None, needs a list"),
+        (["first"], "holds str where an object is needed"),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_ranges_are_checked(ranges, said: str) -> None:
+    entry = json.loads(replace(PLAN, entries=(RANGED,)).to_json())["entries"][0]
+    if isinstance(ranges, list) and ranges and isinstance(ranges[0], dict):
+        ranges = [{**old, **new} for old, new in zip(entry["ranges"], ranges, strict=False)]
+    with pytest.raises(PlanError, match=re.escape(said)):
+        Plan.from_json(broken(entries=[{**entry, "ranges": ranges}]))
+
+
+def test_a_plan_of_schema_2_upgrades() -> None:
+    old = json.loads(PLAN.to_json())
+    for name in ("ranges", "k_offset", "q_outlier", "p_entropy", "remedy"):
+        del old["entries"][0][name]
+    assert Plan.from_json(json.dumps({**old, "schema": 2})) == PLAN
+    with pytest.raises(PlanError, match="lacks the fields k_offset, p_entropy, q_outlier, ranges"):
+        Plan.from_json(json.dumps(old))
+
+
 SPEC = AttnSpec(2, 8, 8, 100, 200, 64, 64, "bf16", "bf16", "cuda", 90)
 
 
@@ -154,15 +208,17 @@ def test_a_causal_offset_moves_with_the_lengths() -> None:
 def test_the_published_schema_is_what_is_read() -> None:
     published = json.loads((ROOT / "docs" / "plan.schema.json").read_text())
     entry = published["properties"]["entries"]["items"]
-    for described, made in ((published, PLAN), (entry, ENTRY)):
+    part = entry["properties"]["ranges"]["items"]
+    for described, made in ((published, PLAN), (entry, ENTRY), (part, RANGES[0])):
         names = {field.name for field in fields(made)}
         assert set(described["properties"]) == names
         assert set(described["required"]) == names
         assert described["additionalProperties"] is False
     assert published["properties"]["schema"]["const"] == SCHEMA
     kinds = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
-    for field in fields(PlanEntry):
-        described = entry["properties"][field.name]["type"]
+    every = [(entry, field) for field in fields(PlanEntry)]
+    for owner, field in (*every, *((part, field) for field in fields(PlanRange))):
+        described = owner["properties"][field.name]["type"]
         base, _, optional = str(field.type).partition(" | ")
         json_type = kinds.get(base, "array" if base.startswith("tuple") else "object")
         assert described == ([json_type, "null"] if optional else json_type), field.name

@@ -8,15 +8,15 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from statistics import median_high
 
 import torch
 from torch import Tensor
 
 from sagepatch.backends.catalogue import CATALOGUE, SDPA
 from sagepatch.backends.selfcheck import failure
-from sagepatch.calibration.choose import Summary
-from sagepatch.calibration.measure import Measurement, Stopwatch, measure
+from sagepatch.calibration.measure import Stopwatch, measure
+from sagepatch.calibration.sample import HeadErrors, Sample
+from sagepatch.calibration.statistics import statistics
 from sagepatch.dispatch import Request, candidates, wide_stays_exact
 from sagepatch.errors import KernelUnavailable, MachineError
 from sagepatch.layer import PatchedLayer
@@ -48,12 +48,8 @@ class LayerCalibration:
 
     stopwatch: Stopwatch
     done: Callable[[PatchedLayer], None] | None = None
-    measurements: dict[str, list[Measurement]] = field(default_factory=dict)
-    exact_us: list[float] = field(default_factory=list)
-    specs: list[AttnSpec] = field(default_factory=list)
+    rows: list[Sample] = field(default_factory=list)
     calls: int = 0
-    samples: int = 0
-    max_abs_v: float | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def observe(self, layer: PatchedLayer, call: Call) -> tuple[Tensor, Tensor | None]:
@@ -76,37 +72,21 @@ class LayerCalibration:
                 self.done(layer)
         return out, lse
 
-    def summaries(self) -> dict[str, Summary]:
-        """Each candidate over all samples; a candidate that could not serve every sample is left
-        out.
-        """
-        with self._lock:
-            return {
-                name: Summary.of(rows)
-                for name, rows in self.measurements.items()
-                if len(rows) == self.samples
-            }
-
     @property
-    def us_exact(self) -> float | None:
-        """Median time of exact attention in microseconds, None where nothing was timed."""
-        return median_high(self.exact_us) if self.exact_us else None
+    def samples(self) -> int:
+        """How many calls were measured."""
+        return len(self.rows)
 
     def _sample(self, layer: PatchedLayer, call: Call, exact: Tensor) -> None:
         spec = call.spec()
-        if spec not in self.specs:
-            self.specs.append(spec)
-        if call.v.numel():
-            low, high = torch.aminmax(call.v)
-            self.max_abs_v = max(self.max_abs_v or 0.0, -float(low), float(high))
         tried = candidate_variants(spec, layer)
         # Where emulations may win, times decide nothing.
         timed = bool(tried) and not layer.policy.emulate
-        if timed and (us := self.stopwatch.us(SDPA, call, spec)) is not None:
-            self.exact_us.append(us)
+        us_exact = self.stopwatch.us(SDPA, call, spec) if timed else None
+        errors: dict[str, HeadErrors] = {}
         for variant in tried:
             try:
-                row = measure(variant, call, exact, self.calls)
+                row = measure(variant, call, exact)
                 if timed:
                     row = replace(row, us=self.stopwatch.us(variant, call, spec))
             except torch.OutOfMemoryError:
@@ -120,8 +100,19 @@ class LayerCalibration:
             except Exception as error:
                 error.add_note(f"raised by {variant.name}, measured in layer {layer.name}: {spec}")
                 raise
-            self.measurements.setdefault(variant.name, []).append(row)
-        self.samples += 1
+            errors[variant.name] = row
+        self.rows.append(
+            Sample(
+                call=self.calls,
+                step=None,
+                steps=None,
+                shape=str(spec),
+                dtype=spec.dtype,
+                errors=errors,
+                statistics=statistics(call),
+                us_exact=us_exact,
+            )
+        )
 
 
 def refuse_capture(layer: PatchedLayer, call: Call, state: str) -> None:

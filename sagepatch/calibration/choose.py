@@ -5,12 +5,12 @@ kernels.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_high
 
 from sagepatch.backends.catalogue import BY_NAME, SDPA
-from sagepatch.calibration.measure import Measurement
+from sagepatch.calibration.sample import HeadErrors, Sample
 from sagepatch.numerics.recipe import TIERS
 from sagepatch.variant import Variant
 
@@ -22,7 +22,7 @@ class Summary:
     """One candidate over all samples of a layer, each number at its worst but for `cosine_mean`;
     `us` is the median of what was timed.
 
-    `worst_call` and `worst_head` say where the cosine was lowest.
+    `worst_call`, `worst_head` and `worst_place` say where the cosine was lowest.
     """
 
     variant: str
@@ -36,25 +36,34 @@ class Summary:
     worst_call: int
     samples: int
     us: float | None
+    worst_place: str = ""
 
     @classmethod
-    def of(cls, measurements: Sequence[Measurement]) -> Summary:
-        """Sum up the measurements of one candidate."""
-        worst = min(measurements, key=lambda m: (m.finite, m.cosine))
-        times = [m.us for m in measurements if m.us is not None]
+    def of(cls, variant: str, samples: Sequence[Sample]) -> Summary:
+        """Sum up one candidate over samples that all have it, each at its worst head."""
+        rows = [(sample, sample.errors[variant]) for sample in samples]
+        worst, errors = min(rows, key=lambda row: (row[1].finite, min(row[1].cosine)))
+        times = [row.us for _, row in rows if row.us is not None]
         return cls(
-            worst.variant,
-            all(m.finite for m in measurements),
-            worst.cosine,
-            sum(m.cosine for m in measurements) / len(measurements),
-            max(m.rel_l1 for m in measurements),
-            max(m.rmse for m in measurements),
-            max((m.norm_ratio for m in measurements), key=lambda ratio: abs(ratio - 1)),
-            worst.worst_head,
+            variant,
+            all(row.finite for _, row in rows),
+            min(errors.cosine),
+            math.fsum(min(row.cosine) for _, row in rows) / len(rows),
+            max(max(row.rel_l1) for _, row in rows),
+            max(max(row.rmse) for _, row in rows),
+            _furthest(row for _, row in rows),
+            errors.worst_head,
             worst.call,
-            len(measurements),
+            len(rows),
             median_high(times) if times else None,
+            worst.place,
         )
+
+
+def _furthest(rows: Iterable[HeadErrors]) -> float:
+    """The norm ratio that is furthest from 1."""
+    ratios = (ratio for row in rows for ratio in row.norm_ratio)
+    return max(ratios, key=lambda ratio: abs(ratio - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +92,7 @@ def refusal(summary: Summary, threshold: float) -> str | None:
         return None
     bound = error_bound(threshold)
     if not summary.cosine >= threshold:
-        where = f"head {summary.worst_head}, call {summary.worst_call}"
+        where = f"head {summary.worst_head}, {_place(summary)}"
         return f"cosine {summary.cosine:.5f} < {threshold:g} ({where})"
     if not summary.rel_l1 <= bound:
         return f"relative L1 {summary.rel_l1:.4f} > {bound:.4f}"
@@ -136,8 +145,12 @@ def _why_admitted(best: Summary, refused: Mapping[str, str | None], merit: str) 
         for name, why in refused.items()
         if why is not None and _rank(BY_NAME[name]) < better
     ]
-    where = f"cosine {best.cosine:.5f} in the worst head (call {best.worst_call})"
+    where = f"cosine {best.cosine:.5f} in the worst head ({_place(best)})"
     return "; ".join([f"{where}, {merit}", *passed_over])
+
+
+def _place(summary: Summary) -> str:
+    return summary.worst_place or f"call {summary.worst_call}"
 
 
 def _rank(variant: Variant) -> tuple[int, int]:

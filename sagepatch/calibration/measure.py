@@ -1,18 +1,16 @@
-"""One measurement: a candidate kernel against the exact output of the same live call, and how long
-kernels take.
-"""
+"""A candidate kernel against the exact output of the same live call, and how long kernels take."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sagepatch.backends import load
-from sagepatch.numerics.metrics import Comparison, Metrics, compare
+from sagepatch.calibration.sample import HeadErrors
+from sagepatch.numerics.metrics import Metrics, compare
 from sagepatch.spec import AttnSpec, Call
 from sagepatch.variant import Variant
 
@@ -30,51 +28,35 @@ ROUNDS = 2
 Timer = Callable[[Callable[[], object], torch.device], float]
 
 
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """A candidate on call number `call` of a layer: each error at its worst over heads; `us` is
-    None where nothing was timed.
-    """
-
-    variant: str
-    call: int
-    finite: bool
-    cosine: float
-    rel_l1: float
-    rmse: float
-    norm_ratio: float
-    worst_head: int
-    us: float | None
-
-
-def measure(variant: Variant, call: Call, exact: Tensor, number: int) -> Measurement:
-    """Run `variant` on `call`, a layer's `number`th, and compare with `exact` [B, Hq, Sq, Dv]."""
+def measure(variant: Variant, call: Call, exact: Tensor) -> HeadErrors:
+    """Run `variant` on `call` and compare with `exact` [B, Hq, Sq, Dv]; nothing is timed."""
     out, _ = load(variant.entry)(call, variant.recipe)
+    return head_errors(out, exact)
+
+
+def head_errors(out: Tensor, exact: Tensor) -> HeadErrors:
+    """The errors of each head of `out` against `exact`, both [B, Hq, Sq, Dv], over a sample of
+    rows.
+    """
     step = max(1, -(-out.shape[2] // COMPARED_ROWS))
-    comparison = _by_heads(out[:, :, ::step], exact[:, :, ::step])
-    worst = comparison.worst
-    return Measurement(
-        variant.name,
-        number,
-        worst.finite,
-        worst.cosine,
-        worst.rel_l1,
-        worst.rmse,
-        worst.norm_ratio,
-        comparison.worst_head,
-        None,
+    heads = _by_heads(out[:, :, ::step], exact[:, :, ::step])
+    return HeadErrors(
+        all(head.finite for head in heads),
+        tuple(head.cosine for head in heads),
+        tuple(head.rel_l1 for head in heads),
+        tuple(head.rmse for head in heads),
+        tuple(head.norm_ratio for head in heads),
     )
 
 
-def _by_heads(out: Tensor, exact: Tensor) -> Comparison:
-    """`compare`, on a few heads at a time; only the heads' metrics of the result are meant."""
+def _by_heads(out: Tensor, exact: Tensor) -> tuple[Metrics, ...]:
+    """The metrics of each head by `compare`, a few heads at a time."""
     B, H, S, D = out.shape
     group = max(1, COMPARED_NUMBERS // max(1, B * S * D))
     parts = [
         compare(out[:, at : at + group], exact[:, at : at + group]) for at in range(0, H, group)
     ]
-    heads: tuple[Metrics, ...] = sum((part.heads for part in parts), ())
-    return Comparison(parts[0].whole, heads)
+    return sum((part.heads for part in parts), ())
 
 
 def cuda_time_us(run: Callable[[], object], device: torch.device) -> float:

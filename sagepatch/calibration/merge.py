@@ -1,4 +1,4 @@
-"""Calibrations of one model made in several processes as one: the worst error of all counts.
+"""Calibrations of one model made in several processes as one table of all samples.
 
 Pure but for `gathered`, which lets the processes of a `torch.distributed` group exchange theirs.
 """
@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import fmean, median_high
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from sagepatch.calibration.choose import Summary
+from sagepatch.calibration.sample import Sample
 from sagepatch.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -30,8 +29,7 @@ _SHARED = {
 def merged(calibrations: Sequence[Calibration]) -> Calibration:
     """One table of several processes' measurements, as if one process had seen all samples.
 
-    Errors are the worst of all, mean cosines are weighted by samples, times are medians (the upper
-    one of two). A candidate that could not serve every sample everywhere is left out.
+    A candidate that could not serve every sample everywhere is left out of plans.
 
     Raises `InvalidArgument` where the models, GPUs, versions or `emulate` differ: accuracies could
     be merged, times could not.
@@ -44,7 +42,13 @@ def merged(calibrations: Sequence[Calibration]) -> Calibration:
                 f"calibrations of different {words} cannot be merged: {', '.join(found)}"
             )
     rows = zip(*(one.layers for one in calibrations), strict=True)
-    return replace(first, layers=tuple(_layer(row) for row in rows))
+    return replace(
+        first,
+        layers=tuple(_layer(row) for row in rows),
+        runs=tuple(dict.fromkeys(run for one in calibrations for run in one.runs)),
+        run_seconds=sum(one.run_seconds for one in calibrations),
+        measuring_seconds=sum(one.measuring_seconds for one in calibrations),
+    )
 
 
 def gathered(calibration: Calibration) -> Calibration:
@@ -63,35 +67,13 @@ def gathered(calibration: Calibration) -> Calibration:
 
 
 def _layer(tables: Sequence[LayerTable]) -> LayerTable:
-    """One layer of every process; a process that never sampled it says nothing about candidates."""
-    seen = [table for table in tables if table.samples] or list(tables[:1])
-    if len(seen) == 1:
-        return seen[0]
-    names = [name for name in seen[0].candidates if all(name in one.candidates for one in seen)]
-    return replace(
-        seen[0],
-        samples=sum(one.samples for one in seen),
-        shapes=tuple(dict.fromkeys(shape for one in seen for shape in one.shapes)),
-        us_exact=_median([one.us_exact for one in seen]),
-        max_abs_v=max((one.max_abs_v for one in seen if one.max_abs_v is not None), default=None),
-        candidates={name: _summary([one.candidates[name] for one in seen]) for name in names},
-    )
-
-
-def _summary(parts: Sequence[Summary]) -> Summary:
-    worst = min(parts, key=lambda part: (part.finite, part.cosine))
-    weights = [part.samples for part in parts]
-    return replace(
-        worst,
-        cosine_mean=fmean([part.cosine_mean for part in parts], weights),
-        rel_l1=max(part.rel_l1 for part in parts),
-        rmse=max(part.rmse for part in parts),
-        norm_ratio=max((part.norm_ratio for part in parts), key=lambda ratio: abs(ratio - 1)),
-        samples=sum(weights),
-        us=_median([part.us for part in parts]),
-    )
-
-
-def _median(times: Sequence[float | None]) -> float | None:
-    known = [time for time in times if time is not None]
-    return median_high(known) if known else None
+    """One layer of every process; a sample that two of them hold (a table taken up again) counts
+    once.
+    """
+    rows: dict[tuple[str, int, object], Sample] = {}
+    for number, table in enumerate(tables):
+        for row in table.rows:
+            # Runs without a name are different runs in different tables.
+            rows[row.run, row.call, row.run or number] = row
+    tried = {(one.name, one.base, one.place): one for table in tables for one in table.remedies}
+    return replace(tables[0], rows=tuple(rows.values()), remedies=tuple(tried.values()))

@@ -17,6 +17,8 @@ from sagepatch.calibration import capture
 from sagepatch.calibration import measure as measuring
 from sagepatch.calibration.capture import LayerCalibration, candidate_variants, refuse_capture
 from sagepatch.calibration.measure import Stopwatch
+from sagepatch.calibration.planning import entry_at
+from sagepatch.calibration.table import LayerTable
 from sagepatch.errors import KernelUnavailable, MachineError
 from sagepatch.ops import run_exact
 from sagepatch.spec import AttnSpec, Call
@@ -40,15 +42,15 @@ def test_the_first_second_fourth_and_eighth_call_are_measured() -> None:
     run(table, one, 9)
     assert table.samples == 4
     assert finished == [8]
-    rows = table.measurements["emulated.sage2_8"]
-    assert [row.call for row in rows] == [1, 2, 4, 8]
+    assert [row.call for row in table.rows] == [1, 2, 4, 8]
+    assert all("emulated.sage2_8" in row.errors for row in table.rows)
 
 
 # case 58
 def test_a_calibration_without_end_goes_on_ever_more_rarely() -> None:
     table = LayerCalibration(Stopwatch())
     run(table, layer(), 33)
-    assert [r.call for r in table.measurements["emulated.sage1_b"]] == [1, 2, 4, 8, 16, 32]
+    assert [row.call for row in table.rows] == [1, 2, 4, 8, 16, 32]
 
 
 def test_outputs_are_exact_and_kept_nowhere() -> None:
@@ -66,11 +68,11 @@ def test_outputs_are_exact_and_kept_nowhere() -> None:
 # case 26
 def test_the_largest_value_is_recorded() -> None:
     one, table = layer(), LayerCalibration(Stopwatch())
-    assert table.max_abs_v is None
+    assert LayerTable("x", "self").max_abs_v is None
     given = call()
     given.v[0, 1, 5, 3] = -77.0
     table.observe(one, given)
-    assert table.max_abs_v == 77.0
+    assert LayerTable("x", "self", tuple(table.rows)).max_abs_v == 77.0
 
 
 # case 14
@@ -85,9 +87,9 @@ def test_single_queries_are_no_samples() -> None:
 def test_a_candidate_that_misses_a_sample_is_left_out() -> None:
     one, table = layer(), LayerCalibration(Stopwatch())
     table.observe(one, call())
-    table.measurements["emulated.sage2_8"].clear()
+    del table.rows[0].errors["emulated.sage2_8"]
     table.observe(one, call())
-    summaries = table.summaries()
+    summaries = LayerTable("x", "self", tuple(table.rows)).candidates
     assert "emulated.sage2_8" not in summaries
     assert summaries["emulated.sage1_b"].samples == 2
 
@@ -104,8 +106,8 @@ def test_a_candidate_that_does_not_fit_in_memory_costs_only_itself(monkeypatch) 
     given = call()
     out, _ = table.observe(one, given)
     assert torch.equal(out, run_exact(given)[0])
-    assert "emulated.sage2_8" not in table.summaries()
-    assert "emulated.sage1_b" in table.summaries()
+    assert "emulated.sage2_8" not in table.rows[0].errors
+    assert "emulated.sage1_b" in table.rows[0].errors
     assert one.record.notes == [
         f"emulated.sage2_8 did not fit in memory while measured: {given.spec()}"
     ]
@@ -121,8 +123,8 @@ def test_a_candidate_that_does_not_compile_costs_only_itself(monkeypatch) -> Non
     monkeypatch.setattr(capture, "measure", uncompilable)
     one, table = layer(), LayerCalibration(Stopwatch())
     table.observe(one, call())
-    assert "emulated.sage2_8" not in table.summaries()
-    assert "emulated.sage1_b" in table.summaries()
+    assert "emulated.sage2_8" not in table.rows[0].errors
+    assert "emulated.sage1_b" in table.rows[0].errors
     assert one.record.notes == ["emulated.sage2_8 does not compile for this GPU"]
 
 
@@ -171,8 +173,9 @@ def test_times_cost_a_few_calls_a_kernel_not_a_few_a_layer(monkeypatch) -> None:
         for index, table in enumerate(tables):
             table.observe(layer(str(index), emulate=False), half(call(seed=number)))
     assert len(timed) == 2 * measuring.ROUNDS
-    assert all(table.us_exact == 10.0 for table in tables)
-    assert all(table.summaries()["triton.sage2_8"].us == 10.0 for table in tables)
+    rows = [row for table in tables for row in table.rows]
+    assert all(row.us_exact == 10.0 for row in rows)
+    assert all(row.errors["triton.sage2_8"].us == 10.0 for row in rows)
 
 
 def test_nothing_is_timed_where_emulations_may_win(monkeypatch) -> None:
@@ -182,8 +185,8 @@ def test_nothing_is_timed_where_emulations_may_win(monkeypatch) -> None:
     monkeypatch.setitem(measuring.TIMERS, "cpu", clock)
     table = LayerCalibration(Stopwatch())
     run(table, layer(emulate=True), 2)
-    assert table.us_exact is None
-    assert all(summary.us is None for summary in table.summaries().values())
+    assert all(row.us_exact is None for row in table.rows)
+    assert all(errors.us is None for row in table.rows for errors in row.errors.values())
 
 
 class TestCandidates:
@@ -240,13 +243,11 @@ class TestCandidates:
 
 
 def test_non_finite_values_reach_no_plan() -> None:
-    from sagepatch.calibration.table import LayerTable
-
     one, table = layer(), LayerCalibration(Stopwatch())
     given = call()
     given.v[0, 0, 0, 0] = math.inf
     for _ in range(2):
         table.observe(one, given)
-    made = LayerTable.of("x", "self", table).entry(0.998)
+    made = entry_at(LayerTable("x", "self", tuple(table.rows)), 0.998)
     assert made.max_abs_v is None
     assert made.variant == "sdpa.exact"

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models.layers import summary
+from models.layers import errors, sample, summary
 
 from sagepatch.backends.catalogue import BY_NAME, SDPA
 from sagepatch.calibration.choose import Summary, choose, error_bound, refusal
-from sagepatch.calibration.measure import Measurement
+from sagepatch.calibration.sample import Sample
 from sagepatch.numerics.recipe import TIERS
 
 FAST, FAST2, SAFE = "emulated.sage2_8", "emulated.sage2pp_8", "emulated.sage1_b"
@@ -106,17 +106,22 @@ def test_untimed_candidates_lose_where_exact_was_timed() -> None:
 
 # case 31
 def test_a_candidate_is_as_good_as_its_worst_sample() -> None:
-    def row(call: int, cosine: float, **changes) -> Measurement:
-        made = Measurement(FAST, call, True, cosine, 0.02, 0.01, 1.0, 3, 10.0 * call)
-        return replace(made, **changes)
+    def row(call: int, cosine: float, **changes) -> Sample:
+        found = {"us": 10.0 * call, **changes}
+        heads = replace(errors((1.0, 1.0, 1.0, cosine)), **{"rel_l1": (0.02,), **found})
+        return replace(sample(call, {}, (call - 1, 8)), errors={FAST: heads})
 
-    rows = [row(1, 0.9999), row(2, 0.9971, rel_l1=0.05), row(4, 0.9999, norm_ratio=0.97)]
-    total = Summary.of(rows)
+    rows = [
+        row(1, 0.9999),
+        row(2, 0.9971, rel_l1=(0.01, 0.05)),
+        row(4, 0.9999, norm_ratio=(1.01, 0.97)),
+    ]
+    total = Summary.of(FAST, rows)
     assert (total.cosine, total.worst_call, total.worst_head) == (0.9971, 2, 3)
     assert (total.rel_l1, total.norm_ratio, total.us) == (0.05, 0.97, 20.0)
     assert total.cosine_mean == pytest.approx(0.99897, abs=1e-4)
-    assert not Summary.of([*rows, row(8, 1.0, finite=False)]).finite
-    assert refusal(total, 0.998) == "cosine 0.99710 < 0.998 (head 3, call 2)"
+    assert not Summary.of(FAST, [*rows, row(8, 1.0, finite=False)]).finite
+    assert refusal(total, 0.998) == "cosine 0.99710 < 0.998 (head 3, call 2 (step 2 of 8))"
 
 
 CANDIDATES = st.builds(

@@ -1,63 +1,75 @@
-"""Tables of several processes as one: the worst error counts, and what cannot be merged is said."""
+"""Tables of several processes as one: every sample counts, and what cannot be merged is said."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-from models.layers import summary
+from models.layers import calibration, errors, sample
 
-from sagepatch.calibration.table import Calibration, LayerTable
+from sagepatch.calibration.sample import Remedy, Sample
+from sagepatch.calibration.table import LayerTable
 from sagepatch.errors import InvalidArgument
 
 FAST, SAFE = "triton.sage2_8", "triton.sage1_b"
 
 
-def table(*candidates, site: str = "a", samples: int = 3, us: float | None = 100.0) -> LayerTable:
-    named = {one.variant: one for one in candidates}
-    return LayerTable(site, "self", samples, ("1x2x9x9x32 bf16",), "bf16", us, 2.0, named)
+def table(*rows: Sample) -> LayerTable:
+    return LayerTable("a", "self", rows)
 
 
-def calibration(*layers: LayerTable, **changes) -> Calibration:
-    return replace(Calibration("print", "Model", False, "GPU", {"torch": "2"}, layers), **changes)
+def row(number: int, cosine: float = 0.9995, us: float = 40.0, run: str = "") -> Sample:
+    return sample(number, {FAST: cosine}, us={FAST: us}, us_exact=100.0, run=run)
 
 
-def test_every_error_is_the_worst_and_the_mean_is_over_samples() -> None:
-    one = summary(FAST, 0.999, 40.0, cosine_mean=0.9996, rel_l1=0.05, norm_ratio=1.01, samples=1)
-    two = summary(FAST, 0.998, 50.0, cosine_mean=0.9992, norm_ratio=0.98, worst_head=7, samples=3)
-    both = calibration(table(one, samples=1, us=90.0)).merge(calibration(table(two)))
+def test_every_sample_counts() -> None:
+    one, two = table(row(1, 0.999)), table(row(1, 0.998, 50.0), row(2), row(3, us=60.0))
+    both = calibration(one).merge(calibration(two))
     (layer,) = both.layers
     assert (layer.samples, layer.us_exact) == (4, 100.0)
-    assert layer.candidates[FAST] == replace(
-        two, rel_l1=0.05, cosine_mean=pytest.approx(0.9993), samples=4
-    )
-    assert both == calibration(table(two)).merge(calibration(table(one, samples=1, us=90.0)))
+    summary = layer.candidates[FAST]
+    assert (summary.cosine, summary.us) == (0.998, 50.0)
+    assert summary.cosine_mean == pytest.approx((0.999 + 0.998 + 2 * 0.9995) / 4)
+    turned = calibration(two).merge(calibration(one))
+    assert turned.layers[0].candidates == layer.candidates
+    assert turned.plan() == both.plan()
+
+
+def test_a_sample_that_two_tables_hold_counts_once() -> None:
+    kept = calibration(table(row(1, run="a"), row(2, run="a")))
+    went_on = calibration(table(row(1, run="a"), row(2, run="a"), row(1, run="b")))
+    assert kept.merge(went_on).layers[0].samples == 3
+    unnamed = calibration(table(row(1)))
+    assert unnamed.merge(unnamed).layers[0].samples == 2
+
+
+def test_runs_and_their_time_add_up() -> None:
+    one = calibration(runs=("a",), run_seconds=1.0, measuring_seconds=0.5)
+    two = calibration(runs=("b", "a"), run_seconds=2.0, measuring_seconds=1.0)
+    both = one.merge(two)
+    assert (both.runs, both.run_seconds, both.measuring_seconds) == (("a", "b"), 3.0, 1.5)
 
 
 def test_one_process_whose_prompts_a_kernel_spoils_decides() -> None:
-    good = calibration(table(summary(FAST, us=40.0)))
-    for bad in (summary(FAST, 0.9, 40.0), summary(FAST, us=40.0, finite=False)):
+    good = calibration(table(row(1), row(2)))
+    for bad in (row(1, 0.9), replace(row(1), errors={FAST: replace(errors(), finite=False)})):
         assert good.plan().entries[0].variant == FAST
         assert good.merge(calibration(table(bad))).plan().entries[0].variant == "sdpa.exact"
 
 
 def test_a_candidate_must_have_served_in_every_process_that_saw_the_layer() -> None:
-    wide = calibration(table(summary(FAST), summary(SAFE)))
-    narrow = calibration(table(summary(SAFE)))
+    wide = calibration(table(sample(1, {FAST: 0.9995, SAFE: 0.9999})))
+    narrow = calibration(table(sample(1, {SAFE: 0.9999})))
     assert list(wide.merge(narrow).layers[0].candidates) == [SAFE]
-    unseen = calibration(table(samples=0, us=None))
+    unseen = calibration(table())
     assert wide.merge(unseen) == wide == unseen.merge(wide)
     assert unseen.merge(unseen) == unseen
 
 
-def test_merging_one_changes_nothing_and_order_of_many_does_not_matter() -> None:
-    made = [
-        calibration(table(summary(FAST, 0.999 - i / 1e4, 40.0 + i, samples=2), samples=2))
-        for i in range(3)
-    ]
-    assert made[0].merge() == made[0]
-    a, b, c = made
-    assert a.merge(b, c) == c.merge(a, b)
+def test_what_was_tried_is_kept_once() -> None:
+    tried = Remedy("Q smoothing", "sage2_8", "call 1", 0.9999, 0.01, 1.0, None)
+    one = calibration(replace(table(row(1, run="a")), remedies=(tried,)))
+    assert one.merge(one).layers[0].remedies == (tried,)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models.layers import summary
+from models.layers import calibration as layers_of
+from models.layers import sample
 
 from sagepatch.backends.catalogue import SDPA
 from sagepatch.calibration.solve import (
@@ -104,17 +105,17 @@ def test_a_thousand_layers_take_less_than_a_second():
 def calibration(timed: bool = True) -> Calibration:
     """Three layers: one quantises well, one badly, one has nothing to choose from."""
 
-    def table(site, cosine, us):
-        found = {
-            "emulated.sage2_8": summary("emulated.sage2_8", cosine, us and us / 2),
-            "emulated.sage1_b": summary("emulated.sage1_b", 1 - (1 - cosine) / 8, us and us * 0.8),
+    def table(site, cosine):
+        cosines = {
+            "emulated.sage2_8": cosine,
+            "emulated.sage1_b": 1 - (1 - cosine) / 8,
         }
-        return LayerTable(site, "self", 4, ("1x2x9x9x8 bf16",), "bf16", us, 1.0, found)
+        us = {"emulated.sage2_8": 50.0, "emulated.sage1_b": 80.0} if timed else None
+        rows = (sample(n, cosines, us=us, us_exact=100.0 if timed else None) for n in (1, 2))
+        return LayerTable(site, "self", tuple(rows))
 
-    us = 100.0 if timed else None
-    empty = LayerTable("c", "self", 1, (), None, us, None, {})
-    tables = (table("a", 0.9998, us), table("b", 0.98, us), empty)
-    return Calibration("f", "Model", False, "GPU", {"torch": "2"}, tables)
+    empty = LayerTable("c", "self", (sample(1, {}, us_exact=100.0 if timed else None),))
+    return layers_of(table("a", 0.9998), table("b", 0.98), empty)
 
 
 def variants(plan):

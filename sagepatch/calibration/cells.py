@@ -1,0 +1,67 @@
+"""A layer's samples dealt out to the sections of the schedule; what decides in each.
+
+A section seen once is judged together with its neighbours: nothing is chosen on one sample.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sagepatch.calibration.choose import FEWEST_SAMPLES
+from sagepatch.calibration.sample import Sample
+from sagepatch.calibration.sections import COUNT, bounds, fraction, section_of
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One layer in one part of the schedule: `own` samples were taken in it, `judged` ones decide.
+
+    `share` is the part of the schedule's steps that are in it, 0 where none was.
+    """
+
+    start: float
+    end: float
+    own: tuple[Sample, ...]
+    judged: tuple[Sample, ...]
+    share: float
+
+
+def cells(rows: tuple[Sample, ...], by_step: bool = True) -> tuple[Cell, ...]:
+    """The parts of the schedule that a layer's samples tell apart, in order; one part where the
+    samples have no place in a schedule.
+
+    Parts before the first sample and after the last go with these; one without samples between
+    others has no own ones. Samples without a place count in every part.
+    """
+    placed = [(section_of(row.at), row) for row in rows if row.at is not None] if by_step else []
+    if not placed:
+        return (Cell(0.0, 1.0, rows, rows, 1.0),)
+    floating = tuple(row for row in rows if row.at is None)
+    held: dict[int, tuple[Sample, ...]] = {}
+    for section, row in placed:
+        held[section] = (*held.get(section, ()), row)
+    shares = _shares([row for _, row in placed])
+    seen = sorted(held)
+    found = []
+    for section in range(seen[0], seen[-1] + 1):
+        own = held.get(section, ())
+        judged = own
+        if len(own) < FEWEST_SAMPLES:
+            before = [held[other] for other in seen if other < section][-1:]
+            after = [held[other] for other in seen if other > section][:1]
+            judged = sum((*before, own, *after), ())
+        start = 0.0 if section == seen[0] else bounds(section)[0]
+        end = 1.0 if section == seen[-1] else bounds(section)[1]
+        found.append(Cell(start, end, own, (*floating, *judged), shares[section] if own else 0.0))
+    return tuple(found)
+
+
+def _shares(rows: Sequence[Sample]) -> list[float]:
+    """The part of the steps that fall in each section, for the step counts of these samples."""
+    totals = [0.0] * COUNT
+    for steps, times in Counter(row.steps for row in rows if row.steps).items():
+        for step in range(steps):
+            totals[section_of(fraction(step, steps))] += times / len(rows) / steps
+    return totals

@@ -1,0 +1,158 @@
+"""Entries of a plan from a layer's table and what was chosen for it, once or part by part; pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from sagepatch.backends.catalogue import BY_NAME, SDPA
+from sagepatch.calibration.cells import Cell
+from sagepatch.calibration.choose import Choice, Summary
+from sagepatch.plan import PlanEntry, PlanRange
+
+if TYPE_CHECKING:
+    from sagepatch.calibration.table import LayerTable
+
+
+def safest(layer: LayerTable, variants: Iterable[str]) -> str:
+    """The most accurate of some kernels at this layer, exact attention before all."""
+    found = layer.candidates
+
+    def accuracy(name: str) -> tuple[bool, float]:
+        return name == SDPA.name, found[name].cosine if name in found else -1.0
+
+    return max(dict.fromkeys(variants), key=accuracy)
+
+
+def entry_of(layer: LayerTable, choice: Choice) -> PlanEntry:
+    """The entry of a layer that runs one kernel throughout."""
+    shown = layer.candidates.get(choice.variant)
+    inputs = [row.statistics for row in layer.rows if row.statistics is not None]
+    return PlanEntry(
+        site=layer.site,
+        kind=layer.kind,
+        variant=choice.variant,
+        numerics_version=BY_NAME[choice.variant].numerics_version,
+        reason=choice.reason,
+        samples=layer.samples,
+        shapes=layer.shapes,
+        dtype=layer.dtype,
+        cosine=None if shown is None else shown.cosine,
+        cosine_mean=None if shown is None else shown.cosine_mean,
+        rel_l1=None if shown is None else _finite(shown.rel_l1),
+        rmse=None if shown is None else _finite(shown.rmse),
+        norm_ratio=None if shown is None else _finite(shown.norm_ratio),
+        worst_head=None if shown is None else shown.worst_head,
+        worst_call=None if shown is None else shown.worst_call,
+        max_abs_v=_finite(layer.max_abs_v),
+        us_exact=layer.us_exact,
+        us_chosen=layer.us_exact if shown is None else shown.us,
+        alternatives=_versions(choice.alternatives),
+        k_offset=_finite(max((x for one in inputs for x in one.k_offset), default=None)),
+        q_outlier=_finite(max((x for one in inputs for x in one.q_outlier), default=None)),
+        p_entropy=_finite(min((x for one in inputs for x in one.p_entropy), default=None)),
+    )
+
+
+def ranged(
+    layer: LayerTable, parts: Sequence[Cell], choices: Sequence[Choice], whole: Sequence[str]
+) -> PlanEntry:
+    """The entry for a choice in each part: equal neighbours are one range, and one range is none.
+
+    `whole` are the kernels that are accurate enough everywhere, best first.
+    """
+    runs: list[list[int]] = []
+    for place, choice in enumerate(choices):
+        if runs and choices[runs[-1][-1]].variant == choice.variant:
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+    kept = safest(layer, [choice.variant for choice in choices])
+    others = tuple(name for name in whole if name not in (kept, SDPA.name))
+    if len(runs) == 1:
+        return entry_of(layer, replace(_tightest(choices), alternatives=others))
+    ranges = tuple(
+        _range(layer, [parts[i] for i in run], [choices[i] for i in run]) for run in runs
+    )
+    told = ", ".join(f"{part.variant} to {part.end:.3g}" for part in ranges)
+    deciding = next(part for part in ranges if part.variant == kept)
+    reason = f"differs over the schedule: {told}; {kept} because: {deciding.reason}"
+    measured = [part for part in ranges if part.cosine is not None]
+    worst = min(measured, key=lambda part: part.cosine or 0.0, default=None)
+    own = [_own(layer, part, choice) for part, choice in zip(parts, choices, strict=True)]
+    seen = [one for one in own if one is not None]
+    ratios = (one.norm_ratio for one in seen)
+    samples = sum(one.samples for one in seen)
+    mean = sum(one.cosine_mean * one.samples for one in seen) / samples if samples else None
+    return replace(
+        entry_of(layer, Choice(kept, reason, others)),
+        cosine=None if worst is None else worst.cosine,
+        cosine_mean=mean,
+        rel_l1=_finite(max((one.rel_l1 for one in seen), default=None)),
+        rmse=_finite(max((one.rmse for one in seen), default=None)),
+        norm_ratio=_finite(max(ratios, key=lambda ratio: abs(ratio - 1), default=None)),
+        worst_head=None if worst is None else worst.worst_head,
+        worst_call=None if worst is None else worst.worst_call,
+        us_chosen=_mean_us(layer, parts, choices),
+        ranges=ranges,
+    )
+
+
+def _range(layer: LayerTable, parts: Sequence[Cell], choices: Sequence[Choice]) -> PlanRange:
+    """One range of equal choices."""
+    name = choices[0].variant
+    common = [
+        one for one in choices[0].alternatives if all(one in c.alternatives for c in choices[1:])
+    ]
+    rows = tuple(row for part in parts for row in part.own)
+    shown = Summary.of(name, rows) if rows and name != SDPA.name else None
+    return PlanRange(
+        start=parts[0].start,
+        end=parts[-1].end,
+        variant=name,
+        numerics_version=BY_NAME[name].numerics_version,
+        reason=_tightest(choices).reason,
+        cosine=None if shown is None else shown.cosine,
+        rel_l1=None if shown is None else _finite(shown.rel_l1),
+        worst_head=None if shown is None else shown.worst_head,
+        worst_call=None if shown is None else shown.worst_call,
+        us_chosen=layer.us_exact if name == SDPA.name else layer.candidates[name].us,
+        alternatives=_versions(common),
+    )
+
+
+def _tightest(choices: Sequence[Choice]) -> Choice:
+    """The choice that had the fewest others: its reason tells the most."""
+    return min(choices, key=lambda choice: len(choice.alternatives))
+
+
+def _own(layer: LayerTable, part: Cell, choice: Choice) -> Summary | None:
+    """The errors of a choice on the samples taken in its part; None for exact attention."""
+    if not part.own or choice.variant == SDPA.name:
+        return None
+    return Summary.of(choice.variant, part.own)
+
+
+def _mean_us(layer: LayerTable, parts: Sequence[Cell], choices: Sequence[Choice]) -> float | None:
+    """Microseconds of one call, averaged over the steps of the schedule in these parts."""
+    found = layer.candidates
+    total = 0.0
+    for part, choice in zip(parts, choices, strict=True):
+        exact = choice.variant == SDPA.name
+        us = layer.us_exact if exact else found[choice.variant].us
+        if us is None:
+            return None
+        total += us * part.share
+    shares = sum(part.share for part in parts)
+    return total / shares if shares else None
+
+
+def _versions(names: Iterable[str]) -> dict[str, int]:
+    return {name: BY_NAME[name].numerics_version for name in names}
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no infinity: against an all-zero reference some errors are infinite."""
+    return value if value is not None and math.isfinite(value) else None
