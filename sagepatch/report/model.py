@@ -5,6 +5,7 @@ Renderers are loaded by name where they are used, so that building a report cost
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ from sagepatch.errors import InvalidArgument
 from sagepatch.layer import PatchedLayer
 from sagepatch.ledger import Record
 from sagepatch.patchers.site import Left
-from sagepatch.plan import PlanEntry, write_text
+from sagepatch.plan import Plan, PlanEntry, PlanRange, write_text
 from sagepatch.report.printable import printable, printable_deep
 from sagepatch.report.summary import AttentionTime, Counts, condensed, headline, why_exact
 from sagepatch.spec import AttnSpec
@@ -27,6 +28,7 @@ from sagepatch.spec import AttnSpec
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
+    from sagepatch.calibration.table import Calibration, LayerTable
     from sagepatch.report.pictures import Comparison
 
 EMULATION = "Emulated kernels: slower than exact attention. This shows accuracy, not speed."
@@ -44,7 +46,10 @@ class LayerRow:
     calls that ran exact because of it, `replaced_by` names what took our place in the model.
     `shape` and `mask` describe its most frequent call of several queries, `measured_on` the calls
     that were measured, `calls_as_measured` counts the calls that are exactly like one of those.
-    `worst_call` is the number of the call with the lowest cosine.
+    `worst_call` is the number of the call with the lowest cosine, `worst_step` its denoising step
+    from 1. `ranges` says what runs where in the schedule, empty where `variant` runs throughout.
+    `k_offset`, `q_outlier` and `p_entropy` describe the inputs and `remedy` what was tried, as in
+    `PlanEntry`.
     """
 
     name: str
@@ -58,6 +63,7 @@ class LayerRow:
     norm_ratio: float | None
     worst_head: int | None
     worst_call: int | None
+    worst_step: int | None
     max_abs_v: float | None
     us_exact: float | None
     us_chosen: float | None
@@ -73,13 +79,21 @@ class LayerRow:
     reason: str
     replaced_by: str | None
     notes: tuple[str, ...]
+    ranges: tuple[PlanRange, ...]
+    k_offset: float | None
+    q_outlier: float | None
+    p_entropy: float | None
+    remedy: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """The account of one patch. Prints itself; see also `to_json`, `to_html` and `plot`.
 
-    `run_seconds` is the duration of the run that made the counted calls, None where unknown.
+    `run_seconds` is the duration of the run that made the counted calls, `exact_run_seconds` that
+    of the same run with exact attention, None where unknown. `calibration` is everything that was
+    measured, None where that was not kept. `plans` are other plans of the model to compare with, by
+    name.
 
     >>> print(patch.report())
     >>> patch.report().to_html("report.html")
@@ -94,6 +108,9 @@ class Report:
     warnings: tuple[str, ...]
     pictures: Comparison | None = None
     run_seconds: float | None = None
+    exact_run_seconds: float | None = None
+    calibration: Calibration | None = None
+    plans: tuple[tuple[str, Plan], ...] = ()
 
     @property
     def counts(self) -> Counts:
@@ -102,7 +119,11 @@ class Report:
 
     def attention(self) -> AttentionTime | None:
         """Time in attention and what the kernels gain; None where nothing was timed."""
-        return None if self.emulated else AttentionTime.of(self.layers, self.run_seconds)
+        return (
+            None
+            if self.emulated
+            else AttentionTime.of(self.layers, self.run_seconds, self.exact_run_seconds)
+        )
 
     def headline(self) -> str:
         """One sentence: how many layers were found and what they run."""
@@ -129,13 +150,43 @@ class Report:
         """This report with the picture of the exact run beside that of the quantised one."""
         return replace(self, pictures=pictures)
 
-    def with_run_time(self, seconds: float) -> Report:
+    def with_run_time(self, seconds: float, exact_seconds: float | None = None) -> Report:
         """This report with the duration of the run that made the counted calls, every layer being
         settled before: the share of attention and the gain of the whole run follow from it.
+        `exact_seconds`, the duration of the same run with exact attention and nothing measured
+        meanwhile, gives the measured gain beside the predicted one.
         """
-        if not seconds > 0:
-            raise InvalidArgument(f"a run of {seconds} s: needs more than 0")
-        return replace(self, run_seconds=seconds)
+        for one in (seconds, seconds if exact_seconds is None else exact_seconds):
+            if not (one > 0 and math.isfinite(one)):
+                raise InvalidArgument(f"a run of {one} s: needs more than 0")
+        return replace(self, run_seconds=seconds, exact_run_seconds=exact_seconds)
+
+    def with_calibration(self, calibration: Calibration) -> Report:
+        """This report with everything that was measured: steps, heads, and the kernels not taken,
+        which the HTML page solves again for other thresholds.
+
+        Raises `InvalidArgument` for measurements of a layer that this report has not.
+        """
+        known = {row.name for row in self.layers}
+        strange = [layer.site for layer in calibration.layers if printable(layer.site) not in known]
+        if strange:
+            raise InvalidArgument(
+                f"the calibration has {len(strange)} layers that this report has not, such as "
+                f"{strange[0]}: pass that of the same model"
+            )
+        tables = {printable(layer.site): layer for layer in calibration.layers}
+        rows = tuple(_with_step(row, tables.get(row.name)) for row in self.layers)
+        return replace(self, layers=rows, calibration=calibration)
+
+    def with_plan(self, name: str, plan: Plan) -> Report:
+        """This report with another plan of the model, to be compared in the HTML page.
+
+        Raises `InvalidArgument` for a plan that names layers which this report has not.
+        """
+        from sagepatch.report.differences import differences
+
+        differences(self.layers, plan)
+        return replace(self, plans=(*self.plans, (printable(name), plan)))
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """The report as JSON text (schema: docs/report.md), written to `path` if one is given."""
@@ -178,9 +229,12 @@ def report_of(
     threshold: float,
     emulated: bool,
     warnings: Sequence[str],
+    table: Calibration | None = None,
 ) -> Report:
-    """Build a report from the state of a patch; every text in it is printable."""
-    return Report(
+    """Build a report from the state of a patch; every text in it is printable. `table` is what the
+    patch has measured itself.
+    """
+    made = Report(
         printable(parts),
         tuple(row_of(layer, entries[layer.name], replaced.get(layer.name)) for layer in layers),
         tuple(Left(printable(one.name), one.kind, printable(one.reason)) for one in left),
@@ -189,6 +243,7 @@ def report_of(
         emulated,
         tuple(map(printable, warnings)),
     )
+    return made if table is None or not table.layers else made.with_calibration(table)
 
 
 def row_of(layer: PatchedLayer, entry: PlanEntry, replaced_by: str | None) -> LayerRow:
@@ -198,10 +253,11 @@ def row_of(layer: PatchedLayer, entry: PlanEntry, replaced_by: str | None) -> La
     # Another thread may be running the layer: count on copies.
     record = _copied(layer.record)
     quantised = record.by_variant.total() - record.by_variant[SDPA.name]
-    told = layer.runs
+    told = layer.runs if record.calls or not entry.ranges else main_variant(entry)
     idle = quantised == 0 and bool(record.fallbacks)
     variant = SDPA.name if idle else told
-    measured = entry if variant == entry.variant else _UNMEASURED
+    measured = entry if variant in entry.variants else _UNMEASURED
+    exact = variant == SDPA.name and not measured.ranges
     typical = _typical(record.specs)
     shape = str(typical) if typical is not None else entry.shape
     return LayerRow(
@@ -216,9 +272,10 @@ def row_of(layer: PatchedLayer, entry: PlanEntry, replaced_by: str | None) -> La
         norm_ratio=measured.norm_ratio,
         worst_head=measured.worst_head,
         worst_call=measured.worst_call,
+        worst_step=None,
         max_abs_v=entry.max_abs_v,
         us_exact=entry.us_exact,
-        us_chosen=entry.us_exact if variant == SDPA.name else measured.us_chosen,
+        us_chosen=entry.us_exact if exact else measured.us_chosen,
         calls=record.calls,
         quantised_calls=quantised,
         calls_as_measured=sum(n for spec, n in record.specs.items() if str(spec) in entry.shapes),
@@ -231,7 +288,24 @@ def row_of(layer: PatchedLayer, entry: PlanEntry, replaced_by: str | None) -> La
         reason=printable(_why(layer, record, told, idle)),
         replaced_by=None if replaced_by is None else printable(replaced_by),
         notes=tuple(map(printable, record.notes)),
+        ranges=tuple(replace(one, reason=printable(one.reason)) for one in measured.ranges),
+        k_offset=entry.k_offset,
+        q_outlier=entry.q_outlier,
+        p_entropy=entry.p_entropy,
+        remedy=None if entry.remedy is None else printable(entry.remedy),
     )
+
+
+def main_variant(entry: PlanEntry) -> str:
+    """The quantised kernel that runs in most of the schedule, exact attention where none does."""
+    parts: Counter[str] = Counter()
+    for one in entry.ranges:
+        if one.variant != SDPA.name:
+            # In whole parts of a million, so that sums have no order.
+            parts[one.variant] += round(1e6 * (one.end - one.start))
+    if not entry.ranges:
+        return entry.variant
+    return parts.most_common(1)[0][0] if parts else SDPA.name
 
 
 def _why(layer: PatchedLayer, record: Record, told: str, idle: bool) -> str:
@@ -242,6 +316,21 @@ def _why(layer: PatchedLayer, record: Record, told: str, idle: bool) -> str:
         return layer.reason
     top = record.fallbacks.most_common(1)[0][0]
     return "; ".join(filter(None, [top, layer.reason]))
+
+
+def _with_step(row: LayerRow, table: LayerTable | None) -> LayerRow:
+    """The row with the denoising step of its worst call."""
+    if table is None or row.worst_call is None:
+        return row
+    name = row.variant
+    worst = [
+        sample for sample in table.rows if sample.call == row.worst_call and name in sample.errors
+    ]
+    # Calls of several processes have the same numbers.
+    deciding = min(worst, key=lambda sample: min(sample.errors[name].cosine), default=None)
+    if deciding is None or deciding.step is None:
+        return row
+    return replace(row, worst_step=deciding.step + 1)
 
 
 def _copied(record: Record) -> Record:

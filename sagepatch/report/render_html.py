@@ -1,8 +1,9 @@
-"""The report as one HTML page: no network, no script, everything escaped."""
+"""The report as one HTML page: no network, no script but its own, everything escaped."""
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 from collections.abc import Mapping
 from functools import cache
@@ -10,62 +11,142 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sagepatch.calibration.choose import error_bound
+from sagepatch.report.differences import worded
+from sagepatch.report.facts import bound_of, facts
 from sagepatch.report.model import LayerRow, Report
 from sagepatch.report.pictures import DIFFERENCE_GAIN, Comparison, difference, png_bytes
-from sagepatch.report.summary import grouped
+from sagepatch.report.summary import grouped, shares
+from sagepatch.report.tiles import lead, tiles
 
 if TYPE_CHECKING:
-    from jinja2 import Template
+    from jinja2 import Environment
+    from markupsafe import Markup
 
-TEMPLATE = Path(__file__).parent / "templates" / "report.html"
-# Shades of the heat map, from nothing to the bound.
+TEMPLATES = Path(__file__).parent / "templates"
+# Shades of an error, from nothing to the bound.
 SHADES = 10
-# What the shades are relative to where the threshold admits everything or nothing.
-_USUAL_THRESHOLD = 0.998
 
 
 def render(report: Report) -> str:
     """The page as text."""
-    bound = report.threshold if 0 < report.threshold < 1 else _USUAL_THRESHOLD
+    bound = bound_of(report)
     attention = report.attention()
-    return _template().render(
+    table = facts(report)
+    parts = shares(report.layers)
+    environment = _environment()
+    return environment.get_template("report.html").render(
         report=report,
+        lead=lead(report),
+        tiles=tiles(report),
         counts=report.counts,
         attention=None if attention is None else attention.sentence(),
         timed=any(row.us_exact is not None for row in report.layers),
         pictures=None if report.pictures is None else _pictures(report.pictures),
         bound=bound,
-        heat=[(row, _heat(row, bound)) for row in report.layers],
+        stepped=any(row.worst_step is not None for row in report.layers),
+        rows=[
+            (row, worded(row.variant, row.ranges), _cells(row, bound), share)
+            for row, share in zip(report.layers, parts, strict=True)
+        ],
+        most=max((part for part in parts if part is not None), default=1.0),
         left=grouped((layer.name, layer.reason) for layer in report.left),
         machine=[(str(name), _plain(value)) for name, value in report.machine.items()],
         shades=SHADES,
+        style=_asset("report.css"),
+        script=_script(),
+        script_hash=_hash(_script()),
+        facts=None if table is None else _data(table),
+        plans=_choices(report),
+        measured=[] if table is None else [name for name in table["kernels"]][:-1],
     )
 
 
 @cache
-def _template() -> Template:
-    from jinja2 import Environment, StrictUndefined
+def _environment() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    environment.filters["breakable"] = _breakable
+    return environment
 
 
-def _heat(row: LayerRow, threshold: float) -> list[dict[str, object]]:
+def _breakable(text: str) -> Markup:
+    """A name that a narrow column breaks after its dots only, where that is enough."""
+    from markupsafe import Markup, escape
+
+    return Markup("<wbr>").join(
+        escape(part) for part in text.replace(".", ".\n").split("\n") if part
+    )
+
+
+@cache
+def _asset(name: str) -> Markup:
+    """A file of our own, as it stands."""
+    from markupsafe import Markup
+
+    return Markup((TEMPLATES / name).read_text(encoding="utf-8"))
+
+
+@cache
+def _script() -> Markup:
+    return _asset("solve.js") + _asset("plans.js") + _asset("heat.js") + _asset("page.js")
+
+
+def _hash(script: str) -> Markup:
+    """What lets this script, and no other, run under the page's policy."""
+    from markupsafe import Markup
+
+    digest = hashlib.sha256(script.encode("utf-8")).digest()
+    return Markup(f"'sha256-{base64.b64encode(digest).decode('ascii')}'")
+
+
+def _data(value: Any) -> Markup:
+    """JSON that no text in it can end early."""
+    from markupsafe import Markup
+
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    for sign in "<>&":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return Markup(text)
+
+
+def _choices(report: Report) -> list[tuple[str, str]]:
+    """What the page offers as plan A and plan B."""
+    return [
+        ("force", "the plan in force"),
+        ("slider", "the slider's threshold"),
+        ("exact", "exact everywhere"),
+        *((f"plan:{name}", name) for name, _ in report.plans),
+    ]
+
+
+def _cells(row: LayerRow, threshold: float) -> list[dict[str, object]]:
     """One cell a metric: its text, and its shade (0 to `SHADES`, None for what was not measured)
     relative to what the threshold admits.
     """
-    cosine = None if row.cosine is None else max(0.0, 1 - row.cosine)
-    norm = None if row.norm_ratio is None else abs(row.norm_ratio - 1)
-    errors = ((cosine, 1 - threshold), (row.rel_l1, error_bound(threshold)))
-    return [_cell(error, worst) for error, worst in (*errors, (norm, error_bound(threshold)))]
+    worst = error_bound(threshold)
+    return [
+        _cell(row.cosine, "%.5f", 1.0, 1 - threshold, below=True),
+        _cell(row.rel_l1, "%.4f", 0.0, worst),
+        _cell(row.norm_ratio, "%.4f", 1.0, worst),
+    ]
 
 
-def _cell(error: float | None, worst: float) -> dict[str, object]:
-    if error is None:
+def _cell(
+    value: float | None, form: str, perfect: float, worst: float, *, below: bool = False
+) -> dict[str, object]:
+    """`worst` is the admitted distance from `perfect`; `below` where only less is an error."""
+    if value is None:
         return {"text": "-", "shade": None}
-    return {"text": f"{error:.1e}", "shade": round(SHADES * min(1.0, error / worst))}
+    error = perfect - value if below else abs(value - perfect)
+    part = min(1.0, max(0.0, error) / worst) if error == error else 1.0
+    return {"text": form % value, "shade": round(SHADES * part)}
 
 
 def _pictures(comparison: Comparison) -> dict[str, object]:

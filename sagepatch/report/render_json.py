@@ -13,11 +13,12 @@ from typing import Any
 from sagepatch.errors import ModelError
 from sagepatch.numerics.recipe import TIERS
 from sagepatch.patchers.site import Left
+from sagepatch.plan import PlanRange
 from sagepatch.report.model import LayerRow, Report
 from sagepatch.report.pictures import Comparison
 from sagepatch.report.printable import printable_deep
 
-SCHEMA = 1
+SCHEMA = 2
 # The fields of a report that stand at the top of its JSON, with their types.
 _TOP = {
     "model": "str",
@@ -25,6 +26,7 @@ _TOP = {
     "emulated": "bool",
     "warnings": "tuple[str, ...]",
     "run_seconds": "float | None",
+    "exact_run_seconds": "float | None",
 }
 _SCORES = {"psnr_db": "float | None", "ssim": "float", "frames": "int", "worst_frame": "int"}
 
@@ -41,6 +43,7 @@ def render(report: Report) -> str:
         "emulated": report.emulated,
         "warnings": list(report.warnings),
         "run_seconds": report.run_seconds,
+        "exact_run_seconds": report.exact_run_seconds,
         "attention": None
         if attention is None
         else {
@@ -51,6 +54,7 @@ def render(report: Report) -> str:
             "gain": attention.gain,
             "share": attention.share,
             "run_gain": attention.run_gain,
+            "measured_run_gain": attention.measured_run_gain,
         },
         "pictures": None if pictures is None else pictures.scores(),
         "layers": [asdict(row) for row in report.layers],
@@ -72,11 +76,12 @@ def load(path: str | os.PathLike[str]) -> Report:
         raise ModelError(f"cannot read the report {name}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # no JSON, no text, a path with a zero byte
         raise ModelError(f"{name} is not a JSON report: {error}") from error
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-        raise ModelError(f"{name} has report schema {found!r}, this version reads {SCHEMA}")
+    schema = data.get("schema") if isinstance(data, dict) else type(data).__name__
+    if isinstance(schema, bool) or schema not in (1, SCHEMA):
+        raise ModelError(f"{name} has report schema {schema!r}, this version reads 1 to {SCHEMA}")
     try:
-        return _report(printable_deep(_finite(data)))
+        known = _from_1(data) if schema == 1 else data
+        return _report(printable_deep(_finite(known)))
     except (_Unfit, RecursionError) as unfit:
         raise ModelError(f"{name} is not a whole report: {unfit}") from unfit
 
@@ -92,21 +97,44 @@ class _Unfit(Exception):
     """What is missing or of another type."""
 
 
+def _from_1(data: dict[str, Any]) -> dict[str, Any]:
+    """Schema 1 knew no schedule, no statistics of the inputs and no exact run beside."""
+    added: dict[str, Any] = {
+        "worst_step": None,
+        "ranges": [],
+        "k_offset": None,
+        "q_outlier": None,
+        "p_entropy": None,
+        "remedy": None,
+    }
+    rows = data.get("layers")
+    if isinstance(rows, list):
+        rows = [{**row, **added} if isinstance(row, dict) else row for row in rows]
+    return {**data, "exact_run_seconds": None, "layers": rows}
+
+
 def _report(data: dict[str, Any]) -> Report:
-    layers = [_typed(row, _declared(LayerRow), "a layer") for row in _rows(data, "layers")]
+    layers = [_layer(row) for row in _rows(data, "layers")]
     left = [_typed(row, _declared(Left), "a layer left alone") for row in _rows(data, "left")]
-    for row in layers:
-        if row["tier"] not in TIERS:
-            raise _Unfit(f"tier is {row['tier']!r}, needs {', '.join(TIERS)}")
     if not isinstance(data.get("machine"), dict):
         raise _Unfit("machine is no object")
     return Report(
-        layers=tuple(LayerRow(**row) for row in layers),
+        layers=tuple(layers),
         left=tuple(Left(**row) for row in left),
         machine=data["machine"],
         pictures=_pictures(data.get("pictures")),
         **_typed(data, _TOP, "the report"),
     )
+
+
+def _layer(data: Any) -> LayerRow:
+    declared = _declared(LayerRow)
+    del declared["ranges"]
+    row = _typed(data, declared, "a layer")
+    if row["tier"] not in TIERS:
+        raise _Unfit(f"tier is {row['tier']!r}, needs {', '.join(TIERS)}")
+    ranges = [_typed(part, _declared(PlanRange), "a range") for part in _rows(data, "ranges")]
+    return LayerRow(ranges=tuple(PlanRange(**part) for part in ranges), **row)
 
 
 def _pictures(data: Any) -> Comparison | None:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sagepatch.report.differences import worded
 from sagepatch.report.model import LayerRow, Report
 from sagepatch.report.summary import counted, grouped
 
@@ -22,6 +23,8 @@ _PADDING = 2
 # No column of words is narrower, and the reasons (every other format has them) want as much.
 _NARROWEST = 14
 _NAMES_SHOWN = 3
+# Columns that are left out where they would say nothing.
+_OPTIONAL = ("us exact", "us now", "step")
 
 
 def render(report: Report, width: int) -> Iterator[Any]:
@@ -57,13 +60,14 @@ def _layers(rows: Sequence[LayerRow], width: int) -> Table:
     """
     columns = [column for column in map(_Column.of, *_cells(rows)) if not column.empty]
     longest = max(len("layer"), *(len(row.name) for row in rows))
-    kernel = max(len("kernel"), *(len(row.variant) for row in rows))
+    kernels = [worded(row.variant, row.ranges) for row in rows]
+    kernel = max(len("kernel"), *map(len, kernels))
     shared = ""
     if _room(columns, width) < longest + kernel:
         # What all names begin with goes into the title.
         shared = _shared([row.name for row in rows])
         longest -= len(shared)
-    for title in ("head", "kind"):
+    for title in ("step", "head", "kind"):
         if _room(columns, width) < longest + kernel:
             columns = [column for column in columns if column.title != title]
     room = max(2 * _NARROWEST, _room(columns, width))
@@ -85,7 +89,7 @@ def _layers(rows: Sequence[LayerRow], width: int) -> Table:
     for place, row in enumerate(rows):
         cells: list[Any] = [Text(row.name.removeprefix(shared))]
         cells += [Text(column.cells[place]) for column in kinds]
-        cells.append(Text(row.variant, style=_COLOURS[row.tier]))
+        cells.append(Text(kernels[place], style=_COLOURS[row.tier]))
         cells += [Text(column.cells[place]) for column in numbers]
         if reasons >= _NARROWEST:
             cells.append(Text(_why(row)))
@@ -108,8 +112,8 @@ class _Column:
 
     @property
     def empty(self) -> bool:
-        """A column of times where nothing was timed."""
-        return self.title.startswith("us ") and all(cell == "-" for cell in self.cells)
+        """A column of times where nothing was timed, of steps where there is no schedule."""
+        return self.title in _OPTIONAL and all(cell == "-" for cell in self.cells)
 
 
 def _cells(rows: Sequence[LayerRow]) -> tuple[list[str], list[list[str]]]:
@@ -118,6 +122,7 @@ def _cells(rows: Sequence[LayerRow]) -> tuple[list[str], list[list[str]]]:
         "cosine": [_number(row.cosine, ".5f") for row in rows],
         "rel L1": [_number(row.rel_l1, ".4f") for row in rows],
         "head": ["-" if row.worst_head is None else str(row.worst_head) for row in rows],
+        "step": ["-" if row.worst_step is None else str(row.worst_step) for row in rows],
         "us exact": [_number(row.us_exact, ".0f") for row in rows],
         "us now": [_number(row.us_chosen, ".0f") for row in rows],
         "calls": [f"{row.quantised_calls}/{row.calls}" for row in rows],
@@ -151,6 +156,9 @@ def _events(rows: Sequence[LayerRow]) -> Iterator[Text]:
     for reason, names in fell_back:
         text = f"{_listed(names)}: {counted(calls[reason], 'call')} ran exact ({reason})"
         yield Text(text, style="dim")
+    tried = [(row.name, row.remedy) for row in rows if row.remedy is not None]
+    for remedy, names in grouped(tried):
+        yield Text(f"{_listed(names)}: {remedy}", style="dim")
     for note, names in grouped((row.name, note) for row in rows for note in row.notes):
         yield Text(f"{_listed(names)}: {note}", style="yellow")
 

@@ -49,7 +49,8 @@ class AttentionTime:
     """Time in attention of the layers that were timed, for their calls so far that are like the
     timed ones: with exact attention throughout, and with the kernels now chosen. Microseconds.
 
-    `run_seconds` is the duration of the run that made these calls, None where nobody told.
+    `run_seconds` is the duration of the run that made these calls, `exact_run_seconds` that of the
+    same run with exact attention, None where nobody told.
     """
 
     layers: int
@@ -57,9 +58,15 @@ class AttentionTime:
     us_exact: float
     us_chosen: float
     run_seconds: float | None = None
+    exact_run_seconds: float | None = None
 
     @classmethod
-    def of(cls, rows: Iterable[LayerRow], run_seconds: float | None = None) -> AttentionTime | None:
+    def of(
+        cls,
+        rows: Iterable[LayerRow],
+        run_seconds: float | None = None,
+        exact_run_seconds: float | None = None,
+    ) -> AttentionTime | None:
         """Sum up; None where no call was like a timed one."""
         layers = calls = 0
         exact = chosen = 0.0
@@ -70,7 +77,9 @@ class AttentionTime:
             calls += row.calls_as_measured
             exact += row.us_exact * row.calls_as_measured
             chosen += row.us_chosen * row.calls_as_measured
-        return cls(layers, calls, exact, chosen, run_seconds) if exact and chosen else None
+        if not (exact and chosen):
+            return None
+        return cls(layers, calls, exact, chosen, run_seconds, exact_run_seconds)
 
     @property
     def gain(self) -> float:
@@ -94,6 +103,15 @@ class AttentionTime:
         run_us = self.run_seconds * 1e6
         return (run_us - self.us_chosen + self.us_exact) / run_us
 
+    @property
+    def measured_run_gain(self) -> float | None:
+        """How many times as fast the whole run was as the one with exact attention, by the clock;
+        None where one of them was not timed.
+        """
+        if self.run_seconds is None or self.exact_run_seconds is None:
+            return None
+        return self.exact_run_seconds / self.run_seconds
+
     def sentence(self) -> str:
         """One line: what attention took, what it gains, and what that means for the whole run."""
         text = (
@@ -105,7 +123,23 @@ class AttentionTime:
                 f"; that is {self.share:.0%} of the run, "
                 f"which is {self.run_gain:.2f}x as fast as with exact attention"
             )
+            if self.measured_run_gain is not None:
+                text += f" by these times, and {self.measured_run_gain:.2f}x by the clock"
         return text + "."
+
+
+def shares(rows: Sequence[LayerRow]) -> list[float | None]:
+    """Each layer's part of the time in attention with the kernels now chosen, 0 to 1; None where
+    no call was like a timed one.
+    """
+    times = [
+        row.us_chosen * row.calls_as_measured
+        if row.us_exact is not None and row.us_chosen is not None and row.calls_as_measured
+        else None
+        for row in rows
+    ]
+    total = sum(time for time in times if time is not None)
+    return [time / total if time is not None and total else None for time in times]
 
 
 def headline(model: str, counts: Counts) -> str:

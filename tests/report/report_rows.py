@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 from sagepatch.patchers.site import Left
+from sagepatch.plan import PlanRange
 from sagepatch.report.model import LayerRow, Report
 
 EVIL = "blocks.<script>alert('x')</script>&amp;"
@@ -22,6 +23,7 @@ ROW = LayerRow(
     norm_ratio=0.999,
     worst_head=7,
     worst_call=4,
+    worst_step=None,
     max_abs_v=12.5,
     us_exact=442.0,
     us_chosen=331.0,
@@ -37,6 +39,11 @@ ROW = LayerRow(
     reason="cosine 0.99931 in the worst head, 1.34x exact",
     replaced_by=None,
     notes=(),
+    ranges=(),
+    k_offset=14.2,
+    q_outlier=9.5,
+    p_entropy=0.61,
+    remedy=None,
 )
 LOST = replace(ROW, name=EVIL, replaced_by="SlicedAttnProcessor", cosine=math.nan, us_exact=None)
 EXACT = replace(
@@ -56,6 +63,18 @@ EXACT = replace(
     by_variant={"sdpa.exact": 28},
     fallbacks={},
     reason="no kernel is accurate enough: triton.sage2_8: cosine 0.99120 < 0.998 (head 2, call 8)",
+)
+RANGED = replace(
+    ROW,
+    name="blocks.2.attn",
+    cosine=0.99831,
+    worst_step=28,
+    worst_call=28,
+    ranges=(
+        PlanRange(0.0, 0.875, "triton.sage1_b", 1, "1.30x exact", 0.99831, 0.05, 7, 22, 340.0),
+        PlanRange(0.875, 1.0, "sdpa.exact", 1, "no kernel is accurate enough"),
+    ),
+    remedy="per-token scales: 0.9987 in the worst head, passes",
 )
 REPORT = Report(
     "FluxPipeline",

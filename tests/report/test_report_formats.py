@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from report_rows import EXACT, REPORT, ROW
+from report_rows import EXACT, RANGED, REPORT, ROW
 
 from sagepatch.errors import MachineError
 from sagepatch.patchers.site import Left
@@ -49,6 +49,11 @@ def _schema(value: object, schema: object, path: str = "report") -> None:
         assert isinstance(value, bool) == (kind == "bool"), path
 
 
+RANGE = {
+    "start": "num", "end": "num", "variant": "str", "numerics_version": "int", "reason": "str",
+    "cosine": "num?", "rel_l1": "num?", "worst_head": "int?", "worst_call": "int?",
+    "us_chosen": "num?", "alternatives": "obj",
+}  # fmt: skip
 LAYER = {
     "name": "str", "kind": "str", "variant": "str", "tier": "str", "cosine": "num?",
     "cosine_mean": "num?", "rel_l1": "num?", "rmse": "num?", "norm_ratio": "num?",
@@ -56,27 +61,31 @@ LAYER = {
     "us_chosen": "num?", "calls": "int", "quantised_calls": "int", "calls_as_measured": "int",
     "by_variant": "obj", "fallbacks": "obj", "shape": "str?", "mask": "str?", "samples": "int",
     "measured_on": ["str"], "reason": "str", "replaced_by": "str?", "notes": ["str"],
+    "worst_step": "int?", "ranges": [RANGE], "k_offset": "num?", "q_outlier": "num?",
+    "p_entropy": "num?", "remedy": "str?",
 }  # fmt: skip
 COUNTS = ("found", "patched", "fast", "safe", "exact", "left", "lost")
 ATTENTION = {
     "layers": "int", "calls": "int", "us_exact": "num", "us_chosen": "num", "gain": "num",
-    "share": "num?", "run_gain": "num?",
+    "share": "num?", "run_gain": "num?", "measured_run_gain": "num?",
 }  # fmt: skip
 PICTURES = {"psnr_db": "num?", "ssim": "num", "frames": "int", "worst_frame": "int"}
 SCHEMA = {
     "schema": "int", "model": "str", "headline": "str", "counts": dict.fromkeys(COUNTS, "int"),
     "threshold": "num", "emulated": "bool", "warnings": ["str"], "run_seconds": "num?",
+    "exact_run_seconds": "num?",
     "attention": ATTENTION, "pictures": PICTURES, "layers": [LAYER],
     "left": [{"name": "str", "kind": "str", "reason": "str"}], "machine": "obj",
 }  # fmt: skip
 
 
 def test_json_follows_its_schema() -> None:
-    full = replace(REPORT, layers=(*REPORT.layers, EXACT)).with_run_time(2.0)
+    full = replace(REPORT, layers=(*REPORT.layers, EXACT, RANGED)).with_run_time(2.0, 2.5)
     text = full.with_pictures(Comparison.of(*([one] for one in _pair()))).to_json()
     data = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
     _schema(data, SCHEMA)
-    assert data["schema"] == 1
+    assert data["schema"] == 2
+    assert data["attention"]["measured_run_gain"] == 1.25
     assert data["layers"][1]["cosine"] is None
     assert data["pictures"]["psnr_db"] is None
     bare = json.loads(replace(REPORT, layers=()).to_json())
@@ -89,7 +98,7 @@ def test_the_documented_schema_is_the_checked_one() -> None:
     cells = re.findall(r"^\| (`.+?) \|", text, re.MULTILINE)
     named = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
     assert named == {*SCHEMA, *LAYER}
-    for inner in (*COUNTS, *ATTENTION, *PICTURES):
+    for inner in (*COUNTS, *ATTENTION, *PICTURES, *RANGE):
         assert f"`{inner}`" in text, inner
 
 
@@ -131,6 +140,7 @@ def test_html_escapes_every_text() -> None:
     row = replace(
         ROW, name=evil, kind=evil, variant=evil, reason=evil, replaced_by=evil, notes=(evil,),
         fallbacks={evil: 1}, by_variant={evil: 1}, shape=evil, mask=evil, measured_on=(evil,),
+        remedy=evil, ranges=(replace(RANGED.ranges[0], variant=evil, reason=evil),),
     )  # fmt: skip
     bad = replace(
         REPORT, model=evil, layers=(row, replace(row, replaced_by=None)),
@@ -142,11 +152,12 @@ def test_html_escapes_every_text() -> None:
 
 
 def test_html_says_all() -> None:
-    text = _Page(replace(REPORT, layers=(*REPORT.layers, EXACT)).to_html()).text
+    text = _Page(replace(REPORT, layers=(*REPORT.layers, EXACT, RANGED)).to_html()).text
     for part in (
         *("triton.sage2_8", "0.99931", "3.50e-03", "442", "331", "24/28", "1x24x4608x4608x128"),
         *("NVIDIA H200", "SlicedAttnProcessor", "vae.mid.attn", "needs 8 to 256", "number 4"),
-        *("short: a single query", "no kernel is accurate enough", "12.5"),
+        *("short: a single query", "no kernel is accurate enough", "12.5", "14.2", "9.5", "0.61"),
+        *("triton.sage1_b to 87.5 %, sdpa.exact to 100 %", "step 28", "per-token scales: 0.9987"),
     ):
         assert part in text, part
 
@@ -166,9 +177,10 @@ def test_html_says_all() -> None:
 def test_heat_is_relative_to_what_is_admitted(threshold: float, cosine: float, shade: int) -> None:
     rows = (replace(ROW, cosine=cosine), EXACT)
     page = replace(REPORT, layers=rows, left=(), threshold=threshold).to_html()
-    cells = re.findall(r'<td class="n( h\d+)?">', page.partition("Heat map")[2])
-    assert cells[0] == f" h{shade}"
-    assert cells[3:] == ["", "", ""]
+    rows_shown = page.partition("<tbody>")[2].split("</tr>")
+    first, second = (re.findall(r'<td class="n( h\d+)?">', row) for row in rows_shown[:2])
+    assert first[0] == f" h{shade}"
+    assert second[:3] == ["", "", ""]
 
 
 def test_html_of_a_video_shows_the_worst_frame() -> None:
@@ -190,7 +202,16 @@ def test_the_table_says_what_matters() -> None:
     assert "replaced by SlicedAttnProcessor" in text
     for part in ("0.99931", "442", "331", "24/28", "head_dim is 512", "ran exact"):
         assert part in text
+    assert " step " not in text
     assert "\x1b" not in text
+
+
+def test_the_table_tells_steps_ranges_and_remedies() -> None:
+    text = " ".join(render_text(replace(REPORT, layers=(ROW, RANGED)), 200).split())
+    assert "head step us exact" in text
+    assert "triton.sage1_b to 87.5 %, sdpa.exact to 100 %" in text
+    assert "0.99831 0.0345 7 28 442" in text
+    assert "blocks.2.attn: per-token scales: 0.9987" in text
 
 
 @pytest.mark.parametrize("timed", [True, False], ids=["timed", "untimed"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from report_rows import EXACT, REPORT, ROW
+from report_rows import EXACT, RANGED, REPORT, ROW
 
 from sagepatch.errors import InvalidArgument, ModelError
 from sagepatch.report.pictures import Comparison
@@ -24,7 +24,7 @@ def _saved(tmp_path: Path, data: Any) -> Path:
 
 
 def test_it_reads_back(tmp_path: Path) -> None:
-    full = replace(REPORT, layers=(ROW, EXACT)).with_run_time(3.5)
+    full = replace(REPORT, layers=(ROW, EXACT, RANGED)).with_run_time(3.5, 4.25)
     full.to_json(tmp_path / "r.json")
     again = load(tmp_path / "r.json")
     assert again == full
@@ -38,6 +38,17 @@ def test_what_was_no_number_reads_back_as_unknown(tmp_path: Path) -> None:
     )
     row = load(tmp_path / "r.json").layers[0]
     assert row.rel_l1 is row.rmse is None
+
+
+def test_the_first_schema_reads_on(tmp_path: Path) -> None:
+    data = json.loads(replace(REPORT, layers=(ROW,)).to_json())
+    data["schema"] = 1
+    del data["exact_run_seconds"]
+    for name in ("worst_step", "ranges", "k_offset", "q_outlier", "p_entropy", "remedy"):
+        del data["layers"][0][name]
+    read = load(_saved(tmp_path, data))
+    bare = replace(ROW, k_offset=None, q_outlier=None, p_entropy=None)
+    assert read == replace(REPORT, layers=(bare,))
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["equal", "unequal"])
@@ -92,6 +103,9 @@ def test_unreadable_files(tmp_path: Path) -> None:
         ("tier", "turbo", "tier is 'turbo', needs fast, safe, exact"),
         ("notes", "one", "notes of a layer is 'one'"),
         ("notes", [1], "notes of a layer"),
+        ("ranges", 3, "ranges is no list"),
+        ("ranges", [{"start": 0}], "a range lacks"),
+        ("remedy", 1, "remedy of a layer is 1"),
         ("fallbacks", {"why": "often"}, "fallbacks of a layer"),
         ("name", 7, "name of a layer is 7, needs str"),
     ],
