@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,8 @@ import typer
 from sagepatch.cli.console import out, table, tell
 from sagepatch.cli.saving import check_report, write_report
 from sagepatch.errors import InvalidArgument
+from sagepatch.plan import Plan
+from sagepatch.report.differences import Difference, differences
 from sagepatch.report.render_json import load
 
 
@@ -20,17 +23,25 @@ def report(
         Path | None, typer.Option("--out", "--to", help="Write it as .html, .png or .json instead.")
     ] = None,
     layer: Annotated[str | None, typer.Option(help="Everything about one layer.")] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="A plan of the same model: what it runs differently."),
+    ] = None,
 ) -> None:
     """Show a saved report, or write it in another format."""
     if out_file is not None:
         check_report(out_file)
     made = load(saved)
+    if against is not None:
+        made = made.with_plan(against.name, Plan.load(against))
     if out_file is not None:
         write_report(made, out_file)
         tell(f"{out_file}", style="bold")
         return
     if layer is None:
         out().print(made)
+        for name, plan in made.plans:
+            show_differences(name, differences(made.layers, plan), len(made.layers))
         return
     rows = [row for row in made.layers if row.name == layer]
     if not rows:
@@ -42,3 +53,30 @@ def report(
     for name, value in asdict(rows[0]).items():
         shown.add_row(name, Text(str(value)))
     out().print(shown)
+
+
+def show_differences(name: str, found: Sequence[Difference], layers: int) -> None:
+    """The layers that another plan runs differently, as a table."""
+    if not found:
+        tell(f"{name} runs the same in all {layers} layers", style="bold")
+        return
+    from rich.text import Text
+
+    tell(f"{name} runs {len(found)} of {layers} layers differently:", style="bold")
+    timed = any(one.us_here is not None or one.us_there is not None for one in found)
+    titles = ["layer", "here", "there", "cosine here", "there"]
+    made = table(*titles, *(["us here", "there"] if timed else []))
+    for one in found:
+        cells = [one.name, one.here, one.there, *map(_cosine, (one.cosine_here, one.cosine_there))]
+        if timed:
+            cells += map(_us, (one.us_here, one.us_there))
+        made.add_row(*(Text(cell) for cell in cells))
+    out().print(made)
+
+
+def _cosine(value: float | None) -> str:
+    return "-" if value is None else f"{value:.5f}"
+
+
+def _us(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"

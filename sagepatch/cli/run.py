@@ -180,6 +180,7 @@ def single(loaded: Any, job: Job, choice: Choice, outcome: Outcome) -> None:
 def compared(loaded: Any, job: Job, choice: Choice, outcome: Outcome) -> None:
     """The exact generation, then the quantised one from the same seed."""
     model = patched_part(loaded)
+    calibration = None
     if choice.calibrates:
         with progress("exact, calibrating") as step:
 
@@ -198,7 +199,12 @@ def compared(loaded: Any, job: Job, choice: Choice, outcome: Outcome) -> None:
     with patch:
         with progress("quantised") as step:
             outcome.runs.append(generate(loaded, job, step))
-        outcome.report = patch.report().with_run_time(outcome.runs[-1].seconds)
+        outcome.report = patch.report()
+    # A run that measured took longer than an exact one; the calibration knows by how much.
+    apart = calibration.run_seconds or None if calibration else outcome.runs[0].seconds
+    outcome.report = outcome.report.with_run_time(outcome.runs[-1].seconds, apart)
+    if calibration is not None:
+        outcome.report = outcome.report.with_calibration(calibration)
     exact, quantised = outcome.runs
     if exact.frames:
         outcome.report = outcome.report.with_pictures(Comparison.of(exact.frames, quantised.frames))

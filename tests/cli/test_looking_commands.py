@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from cli.conftest import Sage
 from sagepatch.backends.catalogue import BY_NAME, CATALOGUE
 from sagepatch.cli import info
 from sagepatch.env import Gpu, Machine, problems
+from sagepatch.plan import Plan, PlanEntry
 
 
 class TestInspect:
@@ -211,6 +213,21 @@ class TestReport:
         name = json.loads(saved.read_text())["layers"][0]["name"]
         assert "norm_ratio" in sage("report", saved, "--layer", name).out
         assert sage("report", saved, "--layer", "nope").code == 2
+
+    def test_against_another_plan(self, sage: Sage, saved: Path) -> None:
+        entries = json.loads(saved.read_text())["layers"]
+        runs = [(row["name"], row["kind"], row["variant"]) for row in entries]
+        same = [PlanEntry(*row, 1, "as it is") for row in runs]
+        plan = Plan("f" * 16, "FluxPipeline", 0.998, True, "CPU", {}, tuple(same))
+        plan.save("same.json")
+        assert (
+            "runs the same in all 4 layers" in sage("report", saved, "--against", "same.json").out
+        )
+        replace(plan, entries=(replace(same[0], variant="sdpa.exact"), *same[1:])).save("b.json")
+        ended = sage("report", saved, "--against", "b.json")
+        assert "b.json runs 1 of 4 layers differently" in ended.out
+        assert ended.out.splitlines()[-1].split()[:3] == [runs[0][0], runs[0][2], "sdpa.exact"]
+        assert sage("report", saved, "--against", saved).code == 4
 
     def test_what_is_no_report(self, sage: Sage, tmp_path: Path) -> None:
         (tmp_path / "x.json").write_text("[]")
