@@ -21,6 +21,7 @@ from sagepatch.backends.selfcheck import failure
 from sagepatch.dispatch import Request, Unusable, select
 from sagepatch.errors import StrictFallback, VariantRefused
 from sagepatch.ledger import MOST_SPECS, Record
+from sagepatch.schedule import Schedule
 from sagepatch.spec import AttnSpec, Call
 from sagepatch.variant import Variant
 
@@ -32,6 +33,14 @@ Guard = Literal["auto", "sync", "off"]
 # None), or None where it has settled the layer, which then serves the call.
 Observer = Callable[["PatchedLayer", Call], tuple[Tensor, Tensor | None] | None]
 
+UNPLACED = (
+    "its plan differs over the denoising schedule, and nobody told where a call belongs: it ran "
+    "the most accurate kernel of its plan (in a loop of your own use patch.at(step, steps))"
+)
+GRAPHED = (
+    "its plan differs over the denoising schedule, and a CUDA graph runs one kernel in every "
+    "replay: the most accurate one of its plan was captured"
+)
 SHORT = "short: a single query is bound by memory, not by tensor cores"
 
 
@@ -51,7 +60,9 @@ class PatchedLayer:
     """One attention layer of one patched model.
 
     `request` is what the layer was told to run: "exact" until a plan or a calibration decides,
-    which sets `planned`. `observer` is set until the layer is settled. The op writes `record`;
+    which sets `planned`. `parts` says what it runs up to which fraction of the denoising schedule,
+    in order, the last one to its end; `request` then serves calls whose place in it is unknown,
+    which `unplaced` counts. `observer` is set until the layer is settled. The op writes `record`;
     `demoted` is why the layer runs exact from now on.
     """
 
@@ -60,14 +71,19 @@ class PatchedLayer:
     policy: Policy
     request: Request
     unusable: Unusable
+    schedule: Schedule = field(default_factory=Schedule, repr=False)
     observer: Observer | None = None
     reason: str = ""
     planned: bool = False
+    parts: tuple[tuple[float, Request], ...] = ()
+    unplaced: int = 0
     demoted: str | None = None
     record: Record = field(default_factory=Record)
     handle: Tensor = field(init=False)
     _guards: dict[torch.device, DeviceGuard] = field(default_factory=dict, repr=False)
-    _chosen: dict[AttnSpec, tuple[Variant, str | None]] = field(default_factory=dict, repr=False)
+    _chosen: dict[tuple[AttnSpec, str], tuple[Variant, str | None]] = field(
+        default_factory=dict, repr=False
+    )
 
     def __post_init__(self) -> None:
         number = next(_numbers)
@@ -76,11 +92,19 @@ class PatchedLayer:
         self.handle = torch.tensor(number, dtype=torch.int64)
         _LAYERS[number] = self
 
-    def run_with(self, request: Request, reason: str, *, planned: bool = False) -> None:
+    def run_with(
+        self,
+        request: Request,
+        reason: str,
+        *,
+        planned: bool = False,
+        parts: tuple[tuple[float, Request], ...] = (),
+    ) -> None:
         """Settle what this layer runs from now on, and why; `planned` where measurements of longer
-        calls chose it, not the user.
+        calls chose it, not the user. `parts`: what runs before which fraction of the schedule.
         """
         self.request = request
+        self.parts = parts
         self.reason = reason
         self.planned = planned
         self.observer = None
@@ -93,7 +117,7 @@ class PatchedLayer:
         """
         if self.demoted is not None or self.observer is not None:
             return SDPA.name
-        if self.request.by_full_name:
+        if self.request.by_full_name and not self.parts:
             return self.request.variant
         counts = self.record.by_variant.copy()
         del counts[SDPA.name]
@@ -143,29 +167,44 @@ class PatchedLayer:
 
         Raises `StrictFallback` under `strict=True` instead of falling back.
         """
-        known = self._chosen.get(spec)
+        request = self._request_of(spec) if self.parts else self.request
+        known = self._chosen.get((spec, request.variant))
         if known is None:
             # As many as the account tells apart: a language model makes a new one with each token.
             if len(self._chosen) >= MOST_SPECS:
                 self._chosen = {}
-            known = self._decide(spec)
+            known = self._decide(spec, request)
             # Nothing could be checked during a capture: ask again at the next call.
             if not capturing(spec):
-                self._chosen[spec] = known
+                self._chosen[spec, request.variant] = known
         return known
 
-    def _decide(self, spec: AttnSpec) -> tuple[Variant, str | None]:
+    def _request_of(self, spec: AttnSpec) -> Request:
+        """What the plan says for the call's place in the schedule."""
+        if capturing(spec):
+            self.record.note(GRAPHED)
+            return self.request
+        place = self.schedule.place()
+        if place is None:
+            self.unplaced += 1
+            self.record.note(UNPLACED)
+            return self.request
+        parts = self.parts
+        at = place.at
+        return next((request for end, request in parts if at < end), parts[-1][1])
+
+    def _decide(self, spec: AttnSpec, request: Request) -> tuple[Variant, str | None]:
         if self.demoted is not None:
             return SDPA, f"demoted: {self.demoted}"
-        if self.request.variant == "exact":
+        if request.variant == "exact":
             return SDPA, None
-        if spec.q_len == 1 and (self.planned or not self.request.by_full_name):
+        if spec.q_len == 1 and (self.planned or not request.by_full_name):
             return SDPA, SHORT
         try:
-            return select(spec, self.request, self.unusable, prove=failure).variant, None
+            return select(spec, request, self.unusable, prove=failure).variant, None
         except VariantRefused as refused:
             if self.policy.strict:
-                raise StrictFallback(self.name, self.request.variant, refused.reasons) from None
+                raise StrictFallback(self.name, request.variant, refused.reasons) from None
             return SDPA, "; ".join(refused.reasons)
 
 

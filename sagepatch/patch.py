@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +22,12 @@ from sagepatch.calibration.reuse import FirstLook, TimeAgain, emulation, native,
 from sagepatch.calibration.table import Calibration, LayerTable
 from sagepatch.dispatch import Request
 from sagepatch.env import Machine
-from sagepatch.layer import PatchedLayer, Policy
+from sagepatch.layer import UNPLACED, PatchedLayer, Policy
 from sagepatch.patchers.model import Parts
 from sagepatch.patchers.site import Found, Left, Swap
 from sagepatch.plan import Plan, PlanEntry
 from sagepatch.plan_cache import keep_plan
+from sagepatch.schedule import Schedule
 
 if TYPE_CHECKING:
     from sagepatch.report.model import Report
@@ -61,8 +63,9 @@ class Patch:
         self.off = off
         self.restored = True
         self.warnings: list[str] = []
+        self.schedule = Schedule()
         self.layers: tuple[PatchedLayer, ...] = tuple(
-            PatchedLayer(site.name, site.kind, policy, Request("exact"), unusable)
+            PatchedLayer(site.name, site.kind, policy, Request("exact"), unusable, self.schedule)
             for site in found.sites
         )
         self._sites = found.sites
@@ -142,6 +145,16 @@ class Patch:
         states = zip(self.layers, self._swaps, strict=True)
         return {layer.name: by for layer, swap in states if (by := swap.replaced_by()) is not None}
 
+    def at(self, step: int, steps: int) -> AbstractContextManager[None]:
+        """Say that calls of this thread meanwhile belong to step `step` (from 0) of `steps`: for
+        denoising loops of one's own. Pipelines of diffusers are read without it.
+
+        >>> for i, t in enumerate(timesteps):
+        ...     with patch.at(i, len(timesteps)):
+        ...         noise = model(latents, t)
+        """
+        return self.schedule.at(step, steps)
+
     def restore(self) -> None:
         """Put everything back as it was; twice is harmless."""
         if self.restored:
@@ -210,7 +223,7 @@ class Patch:
             elif self.policy.emulate and not here.gpus:
                 entry = emulation(entry)
             self._entries[layer.name] = entry
-            if again and {entry.variant, *entry.alternatives} != {SDPA.name}:
+            if again and set(entry.named) != {SDPA.name}:
                 layer.reason = "to be timed on this GPU at its first call"
                 layer.observer = TimeAgain(entry, self._stopwatch, self._take).observe
             else:
@@ -292,9 +305,9 @@ class Patch:
 
     def _take(self, layer: PatchedLayer, entry: PlanEntry, reason: str | None = None) -> None:
         self._entries[layer.name] = entry
-        exact = entry.variant == SDPA.name
-        request = Request("exact" if exact else entry.variant)
-        layer.run_with(request, reason or entry.reason, planned=True)
+        parts = tuple((part.end, _request(part.variant)) for part in entry.ranges)
+        why = reason or entry.reason
+        layer.run_with(_request(entry.variant), why, planned=True, parts=parts)
         logger.info("sagepatch: layer %s runs %s: %s", layer.name, entry.variant, layer.reason)
 
     def _entry(self, layer: PatchedLayer) -> PlanEntry:
@@ -309,7 +322,10 @@ class Patch:
         off = ["SAGEPATCH_DISABLE is set: nothing is patched"] if self.off else []
         drifted = [text for layer in self.layers if (text := self._drift(layer)) is not None]
         more = f" (and {len(drifted) - 1} more layers so)" if len(drifted) > 1 else ""
-        return [*off, *self.warnings, *(text + more for text in drifted[:1])]
+        lost = [layer for layer in self.layers if layer.unplaced]
+        calls = sum(layer.unplaced for layer in lost)
+        unplaced = [f"{calls} calls of {len(lost)} layers: {UNPLACED}"] if lost else []
+        return [*off, *self.warnings, *unplaced, *(text + more for text in drifted[:1])]
 
     def _drift(self, layer: PatchedLayer) -> str | None:
         """A warning about calls unlike those that the layer's entry was measured on."""
@@ -320,6 +336,10 @@ class Patch:
             if spec.q_len > 1 and not entry.measured_like(spec):
                 return f"{layer.name}: measured on {entry.shape}, has also run {spec}"
         return None
+
+
+def _request(variant: str) -> Request:
+    return Request("exact" if variant == SDPA.name else variant)
 
 
 class _Owner:

@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "sagepatch"
 ORDER = (
     *("errors", "spec", "numerics", "variant", "env", "plan", "backends", "ledger", "dispatch"),
-    *("layer", "ops", "functional", "patchers", "calibration", "bench", "plan_cache", "report"),
+    *("schedule", "layer", "ops", "functional", "patchers", "calibration", "bench", "plan_cache", "report"),
     *("patch", "api", "demo", "cli"),
 )
 

@@ -101,11 +101,12 @@ class LayerCalibration:
                 error.add_note(f"raised by {variant.name}, measured in layer {layer.name}: {spec}")
                 raise
             errors[variant.name] = row
+        place = layer.schedule.place()
         self.rows.append(
             Sample(
                 call=self.calls,
-                step=None,
-                steps=None,
+                step=None if place is None else place.step,
+                steps=None if place is None else place.steps,
                 shape=str(spec),
                 dtype=spec.dtype,
                 errors=errors,

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from sagepatch.calibration.choose import FEWEST_SAMPLES
 from sagepatch.calibration.sample import Sample
-from sagepatch.calibration.sections import COUNT, bounds, fraction, section_of
+from sagepatch.calibration.sections import COUNT, bounds, section_of
+from sagepatch.schedule import fraction
 
 
 @dataclass(frozen=True, slots=True)

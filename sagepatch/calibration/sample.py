@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sagepatch.calibration.sections import fraction
+from sagepatch.schedule import fraction
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,19 +8,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
+from sagepatch.schedule import fraction
+
 # Narrow at both ends, where people find by hand that exact attention helps (first and last steps).
 # The first section starts at 0; the last one holds 1.
 EDGES = (0.0, 1 / 32, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8, 31 / 32)
 COUNT = len(EDGES)
-
-
-def fraction(step: int, steps: int) -> float:
-    """The place of step number `step` (from 0) of `steps`: 0 in the first, 1 in the last one.
-
-    >>> fraction(0, 50), fraction(49, 50), fraction(0, 1)
-    (0.0, 1.0, 0.0)
-    """
-    return step / (steps - 1) if steps > 1 else 0.0
 
 
 def section_of(at: float, edges: Sequence[float] = EDGES) -> int:

@@ -15,7 +15,8 @@ from sagepatch.backends.catalogue import SDPA
 from sagepatch.calibration.cells import cells
 from sagepatch.calibration.planning import entry_at
 from sagepatch.calibration.sample import Sample
-from sagepatch.calibration.sections import fraction, sampled_steps
+from sagepatch.calibration.sections import sampled_steps
+from sagepatch.schedule import fraction
 from sagepatch.calibration.table import LayerTable
 from sagepatch.plan import Plan
 

@@ -10,10 +10,10 @@ from sagepatch.calibration.sections import (
     COUNT,
     EDGES,
     bounds,
-    fraction,
     sampled_steps,
     section_of,
 )
+from sagepatch.schedule import fraction
 
 
 def test_the_sections_follow_one_another_from_0_to_1() -> None:

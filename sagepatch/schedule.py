@@ -1,0 +1,148 @@
+"""Where in a denoising schedule a call is made: read off the running pipeline, or told by its user.
+
+Nothing of a pipeline or scheduler is changed. The pipeline that made a call is on the stack of the
+calling thread, so threads, pipelines that share a model, a scheduler put in later and compiled
+models are told apart by themselves; no GPU is waited for.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sagepatch.errors import InvalidArgument
+
+# What the loops of diffusers call the timestep of the step, and who holds the scheduler there.
+_TIMESTEP = "t"
+_OWNERS = ("self", "components")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Step number `step`, from 0, of a schedule of `steps`."""
+
+    step: int
+    steps: int
+
+    @property
+    def at(self) -> float:
+        """The fraction of the schedule: 0 in the first step, 1 in the last one."""
+        return fraction(self.step, self.steps)
+
+
+def fraction(step: int, steps: int) -> float:
+    """The place of step number `step` (from 0) of `steps`: 0 in the first, 1 in the last one.
+
+    >>> fraction(0, 50), fraction(49, 50), fraction(0, 1)
+    (0.0, 1.0, 0.0)
+    """
+    return step / (steps - 1) if steps > 1 else 0.0
+
+
+class Schedule:
+    """The place in the schedule of each thread's calls, for the layers of one patch."""
+
+    def __init__(self) -> None:
+        self._told = threading.local()
+
+    def place(self) -> Place | None:
+        """The place of a call made now by this thread, None where nobody knows."""
+        told: Place | None = getattr(self._told, "place", None)
+        return running_step() if told is None else told
+
+    @contextmanager
+    def at(self, step: int, steps: int) -> Iterator[None]:
+        """Calls of this thread meanwhile belong to step `step` (from 0) of `steps`: for loops of
+        one's own.
+        """
+        if not 0 <= step < steps:
+            raise InvalidArgument(f"step {step} of {steps}: needs a step from 0 to {steps - 1}")
+        before = getattr(self._told, "place", None)
+        self._told.place = Place(step, steps)
+        try:
+            yield
+        finally:
+            self._told.place = before
+
+
+def running_step() -> Place | None:
+    """The step of the innermost denoising loop on this thread's stack, None without one.
+
+    A loop is a frame with a local `t`, the timestep, whose `self` or `components` has a `scheduler`
+    with `timesteps`, as in diffusers' pipelines.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _may_loop(frame.f_code):
+            place = _place(frame.f_locals)
+            if place is not None:
+                return place
+        frame = frame.f_back
+    return None
+
+
+# By the code's id, with the code itself, so that no other code can take that id.
+_CODES: dict[int, tuple[CodeType, bool]] = {}
+_MOST_CODES = 4096
+
+
+def _may_loop(code: CodeType) -> bool:
+    """Whether a function has the locals of a denoising loop."""
+    known = _CODES.get(id(code))
+    if known is None:
+        names = code.co_varnames
+        known = code, _TIMESTEP in names and any(owner in names for owner in _OWNERS)
+        if len(_CODES) >= _MOST_CODES:
+            _CODES.clear()
+        _CODES[id(code)] = known
+    return known[1]
+
+
+def _place(found: Any) -> Place | None:
+    """The step of a frame with these locals, None where it is no denoising loop."""
+    t = found.get(_TIMESTEP)
+    if t is None:
+        return None
+    for owner in _OWNERS:
+        scheduler = getattr(found.get(owner), "scheduler", None)
+        schedule = getattr(scheduler, "timesteps", None)
+        if isinstance(schedule, Tensor):
+            # A loop may run over a copy of the scheduler's timesteps.
+            for one in (schedule, found.get("timesteps")):
+                step = _index(t, one) if isinstance(one, Tensor) and one.dim() == 1 else None
+                if step is not None and isinstance(one, Tensor):
+                    return Place(step, one.shape[0])
+    return None
+
+
+def _index(t: Any, schedule: Tensor) -> int | None:
+    """Where timestep `t` is in `schedule` [steps]: an element of it is found by its address, no GPU
+    is waited for; other numbers by their value where that costs no waiting either.
+    """
+    if isinstance(t, Tensor):
+        if t.dim() != 0:
+            return None
+        if t.device == schedule.device and _same_storage(t, schedule):
+            apart = int(t.storage_offset()) - int(schedule.storage_offset())
+            step, rest = divmod(apart, int(schedule.stride(0)))
+            return step if rest == 0 and 0 <= step < schedule.shape[0] else None
+        if t.device.type != "cpu":
+            return None
+    elif not isinstance(t, int | float):
+        return None
+    if schedule.device.type != "cpu":
+        return None
+    hits = torch.nonzero(schedule == t)
+    return int(hits[0]) if len(hits) else None
+
+
+def _same_storage(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
