@@ -1,0 +1,1 @@
+"""What quantised attention does to the end of a task: pictures, a language model, sentences."""
