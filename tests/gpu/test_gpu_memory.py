@@ -1,0 +1,156 @@
+"""Offloading, placing and moving of patched models on a GPU, and the memory that a patch takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gpu.placed import EXACT, KERNEL, RECIPE, built, error, placed, run
+from models.diffusers_pipelines import tiny_flux_pipeline
+from models.stacks import stack, tokens
+from torch import Tensor, nn
+
+import sagepatch
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+def _group(kind: str, **options: Any) -> Callable[[nn.Module], None]:
+    def switch_on(model: nn.Module) -> None:
+        from diffusers.hooks import apply_group_offloading
+
+        apply_group_offloading(model, GPU, CPU, kind, **options)
+
+    return switch_on
+
+
+def _sequential(model: nn.Module) -> None:
+    from accelerate import cpu_offload
+
+    cpu_offload(model, GPU)
+
+
+def _whole(model: nn.Module) -> None:
+    from accelerate import cpu_offload_with_hook
+
+    cpu_offload_with_hook(model, GPU)
+
+
+def _mapped(model: nn.Module) -> None:
+    """Every other part waits on the CPU."""
+    from accelerate import dispatch_model
+
+    parts = [name for name, part in model.named_children() if any(True for _ in part.parameters())]
+    places: dict[str, Any] = {name: "cpu" if i % 2 else 0 for i, name in enumerate(parts)}
+    places |= {name: 0 for name, _ in model.named_parameters(recurse=False)}
+    dispatch_model(model, places, main_device=0)
+
+
+MANNERS: dict[str, Callable[[nn.Module], None]] = {
+    "sequential": _sequential,
+    "whole model": _whole,
+    "device map": _mapped,
+    "groups of blocks": _group("block_level", num_blocks_per_group=1),
+    "groups of leaves, on a stream": _group("leaf_level", use_stream=True),
+}
+
+
+@pytest.mark.parametrize("order", ["before the patch", "after the patch"])
+@pytest.mark.parametrize("manner", MANNERS)
+@pytest.mark.parametrize("family", ["flux", "llama"])
+def test_offloaded(family: str, manner: str, order: str) -> None:
+    # cases 36, 48
+    reference, inputs = built(family)
+    plain = run(reference, inputs)
+    model, _ = built(family, "cpu")
+    if order == "before the patch":
+        MANNERS[manner](model)
+    patch = sagepatch.apply(model, variant=RECIPE)
+    if order == "after the patch":
+        MANNERS[manner](model)
+    for _ in range(2):
+        assert 0 < error(run(model, inputs), plain) < 0.1
+    assert all(layer.record.by_variant == {KERNEL: 2} for layer in patch.layers)
+    assert not patch.replaced()
+    patch.restore()
+    assert torch.equal(run(model, inputs), plain)
+    assert all(layer.record.calls == 2 for layer in patch.layers)
+
+
+@pytest.mark.parametrize("way", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"])
+def test_a_pipeline_s_own_offloading(way: str) -> None:
+    pipe = tiny_flux_pipeline().to(dtype=torch.bfloat16)
+    getattr(pipe, way)()
+    options = {"num_inference_steps": 2, "height": 16, "width": 16, "output_type": "latent"}
+
+    def draw() -> Tensor:
+        generator = torch.Generator("cpu").manual_seed(0)
+        latents: Tensor = pipe("a cat", generator=generator, **options).images
+        return latents
+
+    plain = draw()
+    with sagepatch.apply(pipe, variant=RECIPE) as patch:
+        assert 0 < error(draw(), plain) < 0.1
+        assert all(layer.record.by_variant == {KERNEL: 2} for layer in patch.layers)
+    assert torch.equal(draw(), plain)
+
+
+def test_moved_after_the_patch() -> None:
+    # The kernel is chosen for where the tensors are, at each call.
+    model, inputs = built("flux", "cpu")
+    on_cpu = run(model, inputs)
+    there = placed(inputs, "cuda")
+    patch = sagepatch.apply(model, variant=RECIPE)
+    assert torch.equal(run(model, inputs), on_cpu)
+    model.to("cuda")
+    assert 0 < error(run(model, there).cpu(), on_cpu) < 0.1
+    model.to("cpu")
+    assert torch.equal(run(model, inputs), on_cpu)
+    assert all(layer.record.by_variant == {EXACT: 2, KERNEL: 1} for layer in patch.layers)
+    assert all("device" in reason for layer in patch.layers for reason in layer.record.fallbacks)
+
+
+def peak_bytes(model: nn.Module, inputs: dict[str, Any]) -> int:
+    """The most memory beyond what was there that one forward took."""
+    run(model, inputs)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run(model, inputs)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, "sage1_b"])
+def test_peak_memory_grows_by_the_quantised_copies_at_most(recipe: str) -> None:
+    # Attention alone: the rest of a model has peaks of its own, which hide it.
+    B, H, S, D = 1, 24, 4608, 128
+    model = stack(1, H * D).to("cuda", torch.bfloat16)
+    for block in model:
+        block.heads = H
+    inputs = {"input": tokens(S, H * D, B).to("cuda", torch.bfloat16)}
+    unpatched = peak_bytes(model, inputs)
+    with sagepatch.apply(model, variant=recipe) as patch:
+        patched = peak_bytes(model, inputs)
+        assert patch.layers[0].runs == f"triton.{recipe}"
+    # Codes of Q and K of a byte each, of V of one or two; tiles are padded and have scales.
+    copies = B * H * S * D * (4 if recipe == "sage1_b" else 3)
+    print(f"{recipe}: peak {unpatched} bytes, patched {patched}, quantised copies {copies}")
+    assert patched <= unpatched + 1.05 * copies
+
+
+def test_nothing_stays_allocated() -> None:
+    # cases 39, 58, 68
+    model, inputs = built("flux")
+    run(model, inputs)
+    with sagepatch.apply(model, variant=RECIPE):
+        for _ in range(2):
+            run(model, inputs)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        for _ in range(3):
+            run(model, inputs)
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() == before
