@@ -5,13 +5,14 @@ renders nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sagepatch.backends.catalogue import BY_NAME, SDPA
 from sagepatch.calibration.cells import Cell, cells
 from sagepatch.calibration.choose import FEWEST_SAMPLES
+from sagepatch.calibration.planning import entry_at
 from sagepatch.calibration.sample import HeadErrors
 from sagepatch.calibration.table import LayerTable
 from sagepatch.numerics.recipe import TIERS
@@ -49,12 +50,19 @@ def facts(report: Report) -> dict[str, Any] | None:
         "exact": SDPA.name,
         "kernels": _kernels(table.layers),
         "timed": any(layer.us_exact is not None for layer in table.layers),
-        "by_step": any(row.ranges for row in report.layers),
+        "by_step": _by_step(table.layers, rows, report.threshold),
         "run_us": None if report.run_seconds is None else report.run_seconds * 1e6,
         "layers": [_layer(layer, rows[printable(layer.site)], steps) for layer in table.layers],
         "plans": {name: _plan(plan) for name, plan in report.plans},
         "steps": [{"at": step.at, "name": step.name} for step in steps],
     }
+
+
+def _by_step(layers: Sequence[LayerTable], rows: Mapping[str, LayerRow], threshold: float) -> bool:
+    """Whether what the layers run is the plan that may change over the schedule."""
+    return all(
+        _runs(entry_at(layer, threshold)) == _runs(rows[printable(layer.site)]) for layer in layers
+    )
 
 
 def stops(threshold: float) -> list[float]:
@@ -159,17 +167,32 @@ def _cell(layer: LayerTable, cell: Cell) -> dict[str, Any]:
     }
 
 
+def errors_of_row(layer: LayerTable, row: LayerRow, steps: Sequence[Step]) -> list[float | None]:
+    """1 - cosine, in the worst head, of what a layer runs in each column of the heat map; None
+    where that is exact attention, or was not measured.
+    """
+    found: list[float | None] = []
+    for step in steps:
+        part = next((one for one in row.ranges if step.at is not None and one.holds(step.at)), None)
+        name = row.variant if part is None else part.variant
+        rows = _at(layer, name, step) if name in layer.names else []
+        found.append(1 - min(min(one.cosine) for one in rows) if rows else None)
+    return found
+
+
 def _errors(layer: LayerTable, name: str, steps: Sequence[Step]) -> list[dict[str, Any] | None]:
     """A kernel's errors in each column, the worst of all samples there; None where it has none."""
-    found: list[dict[str, Any] | None] = []
-    for step in steps:
-        rows = [
-            row.errors[name]
-            for row in layer.rows
-            if (row.at == step.at if step.at is not None else row.call == step.call)
-        ]
-        found.append(_worst(rows) if rows else None)
-    return found
+    measured = [_at(layer, name, step) for step in steps]
+    return [_worst(rows) if rows else None for rows in measured]
+
+
+def _at(layer: LayerTable, name: str, step: Step) -> list[HeadErrors]:
+    """A kernel's errors on the samples of one column."""
+    return [
+        row.errors[name]
+        for row in layer.rows
+        if (row.at == step.at if step.at is not None else row.at is None and row.call == step.call)
+    ]
 
 
 def _worst(rows: Sequence[HeadErrors]) -> dict[str, Any]:

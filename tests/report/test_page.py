@@ -256,7 +256,11 @@ def test_the_heat_map_by_keys(opened: Open) -> None:
     worst = errors[2]
     assert detail.startswith(f"{layer.site}, step 6, {name}: cosine {min(worst.cosine):.5f}")
     assert f"in head {worst.worst_head}" in detail
-    assert len(page.run("[...$('heads').children].map((one) => one.title)")) == 6
+    heads = page.run("[...$('heads').children].map((one) => one.textContent)")
+    assert [text.split(":")[0] for text in heads] == [str(head) for head in range(6)]
+    assert float(heads[worst.worst_head].split(":")[1]) == pytest.approx(
+        1 - min(worst.cosine), rel=0.5
+    )
     page.press("ArrowDown")
     assert _text(page, "heat-detail").startswith("blocks.1.attn, step 6: runs exact attention")
     page.press("End")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from report.tables import report_of_table, table
 from report_rows import EXACT, RANGED, REPORT, ROW
 
 from sagepatch.errors import MachineError
@@ -280,8 +281,13 @@ def test_an_emulation_is_labelled() -> None:
         replace(REPORT, threshold=0.0, emulated=True),
         replace(REPORT, layers=(replace(ROW, name=r"a$\frac{$b", us_exact=None),), model="$x_$"),
         replace(REPORT, layers=tuple(replace(ROW, name=f"b.{n}") for n in range(700))),
+        report_of_table(table(1)),
+        report_of_table(table(5, steps=None, timed=False), 1.01),
     ],
-    ids=["usual", "empty", "all-exact", "threshold-0", "signs-of-formulas", "700-layers"],
+    ids=[
+        *("usual", "empty", "all-exact", "threshold-0", "signs-of-formulas", "700-layers"),
+        *("by-step", "by-call"),
+    ],
 )
 def test_the_plot(report, tmp_path: Path) -> None:
     with warnings.catch_warnings():
@@ -290,7 +296,7 @@ def test_the_plot(report, tmp_path: Path) -> None:
     from PIL import Image
 
     width, height = Image.open(tmp_path / "r.png").size
-    assert 1000 < width < 2000
+    assert 1000 < width < 2300
     assert 200 < height < 20_000
 
 

@@ -80,9 +80,8 @@ function drawHeads(found) {
   $("heads-words").textContent = cosines.length > 1 ? `1 - cosine of its ${cosines.length} heads:` : "";
   cosines.forEach((cosine, head) => {
     const error = 1 - number(cosine);
-    const cell = make("span", { title: `head ${head}: ${short(error)}` }, String(head));
+    const cell = make("span", {}, `${head}: ${short(error)}`);
     cell.style.backgroundColor = `rgba(var(--hot), ${heatOf(error, METRICS.cosine.worst).toFixed(3)})`;
-    cell.append(make("span", { class: "unseen" }, `: ${short(error)} `));
     $("heads").append(cell);
   });
 }
