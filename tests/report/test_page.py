@@ -114,7 +114,8 @@ def _plan_b(page: Browser) -> dict[str, str]:
     cells = page.run(
         "[...$('two').tBodies[0].rows].map((r) => [...r.cells].map((c) => c.innerText))"
     )
-    return {row[0]: row[2] for row in cells}
+    shared = page.run("SHARED")
+    return {shared + row[0]: row[2] for row in cells}
 
 
 def test_arrow_keys_move_the_threshold_and_the_plan(opened: Open) -> None:
@@ -192,8 +193,9 @@ def test_two_plans_of_the_table(opened: Open) -> None:
     ]
     assert differing
     assert _text(page, "verdict").startswith(f"{len(differing)} layers of 7 differ.")
-    names = page.run("[...$('two').tBodies[0].rows].map((row) => row.cells[0].innerText)")
+    names = page.run("[...$('two').tBodies[0].rows].map((row) => SHARED + row.cells[0].innerText)")
     assert names == differing
+    assert page.run("$('two').tHead.rows[0].cells[0].innerText") == "layer of blocks"
 
 
 def _parts_of(entry: Any) -> list[tuple[float, str]]:
@@ -242,7 +244,7 @@ def test_the_heat_map_by_keys(opened: Open) -> None:
     name = report.layers[0].variant
     errors = [row.errors[name] for row in layer.rows]
     shown = page.run("[...$('heat').tBodies[0].rows[0].cells].map((cell) => cell.innerText)")
-    assert shown[:2] == [layer.site, name]
+    assert shown[:2] == ["0.attn", name]
     assert [cell.removesuffix(" !") for cell in shown[2:]] == [
         f"{1 - min(one.cosine):.0e}".replace("e-0", "e-") for one in errors
     ]

@@ -7,6 +7,7 @@ const METRICS = {
   norm_ratio: { words: "|norm ratio - 1|", error: (m) => Math.abs(number(m.norm_ratio) - 1), worst: errorBound(facts.bound) },
 };
 const WORDED_STEPS = 14; // with more columns the cells hold colours only
+const MOST_ROWS = 80; // with more layers the map scrolls in a box of its own
 
 // The part of the bound that an error uses, 0 to 1, as opacity of the hottest colour.
 const heatOf = (error, worst) => 0.85 * Math.min(1, Math.max(0, Number.isNaN(error) ? 1 : error / worst));
@@ -24,7 +25,7 @@ function shown(layer, index) {
 function drawHeat() {
   const metric = METRICS[$("heat-metric").value];
   const roomy = facts.steps.length <= WORDED_STEPS;
-  const head = make("tr", {}, make("th", { scope: "col" }, "layer"), make("th", { scope: "col", class: "kernel" }, "runs"));
+  const head = make("tr", {}, make("th", { scope: "col" }, LAYER_OF), make("th", { scope: "col", class: "kernel" }, "runs"));
   for (const step of facts.steps) head.append(make("th", { scope: "col", class: "n" }, step.name));
   $("heat").tHead.replaceChildren(head);
   const body = $("heat").tBodies[0];
@@ -50,6 +51,7 @@ function drawHeat() {
   }
   const first = body.querySelector('[role="gridcell"]');
   if (first) first.tabIndex = 0;
+  $("heat").parentElement.classList.toggle("tall", facts.layers.length > MOST_ROWS);
   $("heat-legend").textContent =
     `${metric.words}, worst head. Hottest and "!": more than a threshold of ${facts.bound} admits (${metric.worst.toExponential(1)}).`;
 }
@@ -117,7 +119,8 @@ function savePng() {
   const pen = canvas.getContext("2d");
   const font = "12px ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
   pen.font = font;
-  const left = 24 + Math.max(...facts.layers.map((layer) => pen.measureText(layer.site).width));
+  const names = facts.layers.map((layer) => layer.site.slice(SHARED.length));
+  const left = 24 + Math.max(...[...names, LAYER_OF].map((name) => pen.measureText(name).width));
   canvas.width = scale * Math.max(520, left + wide * facts.steps.length + 12);
   canvas.height = scale * (top + tall * facts.layers.length + 34);
   pen.scale(scale, scale);
@@ -126,11 +129,13 @@ function savePng() {
   pen.fillStyle = style.color;
   pen.font = font;
   pen.fillText(document.title, 12, 18);
-  facts.steps.forEach((step, index) => pen.fillText(step.name, left + wide * index + 2, top - 6));
+  pen.fillText(LAYER_OF, 12, top - 6);
+  // "step 12" and "12.5 %" are as wide as their number.
+  facts.steps.forEach((step, index) => pen.fillText(step.name.match(/[\d.]+/)[0], left + wide * index + 2, top - 6));
   facts.layers.forEach((layer, row) => {
     const y = top + tall * row;
     pen.fillStyle = style.color;
-    pen.fillText(layer.site, 12, y + 13);
+    pen.fillText(names[row], 12, y + 13);
     facts.steps.forEach((_, index) => {
       const found = shown(layer, index).errors;
       pen.fillStyle = found === null ? "rgba(128, 128, 128, 0.15)" : `rgba(${hot}, ${heatOf(metric.error(found), metric.worst)})`;
@@ -138,7 +143,7 @@ function savePng() {
     });
   });
   pen.fillStyle = style.color;
-  pen.fillText(`${metric.words}; hottest: ${metric.worst.toExponential(1)} and more`, 12, top + tall * facts.layers.length + 22);
+  pen.fillText(`${metric.words}; hottest: ${metric.worst.toExponential(1)} and more; grey: exact, or not measured`, 12, top + tall * facts.layers.length + 22);
   canvas.toBlob((blob) => {
     const link = make("a", { href: URL.createObjectURL(blob), download: "sagepatch-heat-map.png" });
     link.click();

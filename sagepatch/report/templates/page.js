@@ -134,6 +134,7 @@ async function openPlan() {
 // --- begin -------------------------------------------------------------------------------------
 
 $("stop").max = facts.stops.length - 1;
+$("two").tHead.rows[0].cells[0].textContent = LAYER_OF;
 $("by-step").checked = facts.by_step;
 drawLevels();
 $("stop").addEventListener("input", () => moveTo(facts.stops[$("stop").value]));

@@ -20,10 +20,19 @@ function make(tag, attributes = {}, ...children) {
   return made;
 }
 
-// A layer's name, which a narrow column breaks after its dots.
+// The module path that all layers' names begin with, its last dot included.
+const SHARED = (() => {
+  const paths = facts.layers.map((layer) => layer.site.split(".").slice(0, -1));
+  const same = paths[0].findIndex((part, index) => paths.some((path) => path[index] !== part));
+  const parts = facts.layers.length < 2 ? [] : paths[0].slice(0, same < 0 ? paths[0].length : same);
+  return parts.map((part) => `${part}.`).join("");
+})();
+const LAYER_OF = SHARED ? `layer of ${SHARED.slice(0, -1)}` : "layer";
+
+// A layer's name without what all names begin with; a narrow column breaks it after its dots.
 function nameOf(site) {
   const made = make("code");
-  for (const part of site.split(/(?<=\.)/)) made.append(part, make("wbr"));
+  for (const part of site.slice(SHARED.length).split(/(?<=\.)/)) made.append(part, make("wbr"));
   return made;
 }
 
