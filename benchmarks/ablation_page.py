@@ -1,0 +1,338 @@
+"""Writes docs/ablations.md from the measurements beside this file: no number has another source.
+
+python benchmarks/ablation_page.py
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from page_text import filled
+from page_text import table as markdown
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "ablations.md"
+MAIN = ("normal", "outliers", "demo")
+Row = dict[str, str]
+
+
+def rows(name: str) -> list[Row]:
+    """A table beside this file."""
+    with (HERE / name).open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+class Ablations:
+    """The measurements by ablation, setting and data set."""
+
+    def __init__(self) -> None:
+        self.rows = rows("ablations.csv")
+        self._by_key = {(r["ablation"], r["setting"], r["data"]): r for r in self.rows}
+
+    def one(self, ablation: str, setting: str, data: str) -> Row:
+        """One measurement."""
+        return self._by_key[ablation, setting, data]
+
+    def settings(self, ablation: str) -> list[str]:
+        """The settings of an ablation, in order."""
+        return list(dict.fromkeys(r["setting"] for r in self.rows if r["ablation"] == ablation))
+
+    def data(self, ablation: str) -> list[str]:
+        """Its data sets, in order."""
+        return list(dict.fromkeys(r["data"] for r in self.rows if r["ablation"] == ablation))
+
+    def l1(self, ablation: str, setting: str, data: str) -> float:
+        """Relative L1, mean of the calls."""
+        return float(self.one(ablation, setting, data)["rel_l1"])
+
+    def change(self, ablation: str, setting: str, base: str, data: str) -> str:
+        """How much more a setting errs than another, in per cent."""
+        ratio = self.l1(ablation, setting, data) / self.l1(ablation, base, data)
+        # Added to zero: no "-0.0".
+        return f"{round(100 * (ratio - 1), 1) + 0.0:+.1f} %"
+
+    def table(self, ablation: str, column: str = "rel_l1", first: str = "setting") -> str:
+        """A column of an ablation as a table, data sets across."""
+        across = self.data(ablation)
+        return markdown(
+            (first, *across),
+            (
+                (setting, *(self.one(ablation, setting, name)[column] for name in across))
+                for setting in self.settings(ablation)
+            ),
+        )
+
+
+def page() -> str:
+    """The page's text."""
+    found = Ablations()
+    parts = (
+        *(_head(found), _depth(found), _products(found), _splits(found), _four_bits(found)),
+        *(_row_sums(found), _papers()),
+    )
+    return "\n\n".join(map(filled, parts)) + "\n"
+
+
+DATA = {
+    "normal": "standard normal Q, K, V, 1 x 4 x 1024 x 128, three seeds",
+    "outliers": "the same; one entry of Q, K and V in a thousand deviates ten times as much, and "
+    "all keys of a head share 16 times a normal vector",
+    "demo": "Q, K and V of the bundled pipeline, a small trained Flux: 11 layers, three of eight "
+    "steps, two prompts, {calls} calls of 1 x 3 x 1056 x 64",
+    "peaked": "64 queries of twice the size on 8,192 normal keys: a high maximum, a long tail",
+    "V + 3, Q + 3": "normal, V with a mean of 3; queries of a head plus 3 times a normal vector",
+}
+CHOICES = (
+    (
+        "depth of the FP16 buffer",
+        "2 for `sage2pp_*`; 4 (`_d4`) beside it",
+        "no depth costs accuracy that can be seen; a deeper buffer takes fewer instructions",
+    ),
+    (
+        "P_r x V_r",
+        "1008, the paper's",
+        "anything from 2047 down to 252 is as good; the bound of the depth decides",
+    ),
+    (
+        "split",
+        "(224, 4.5), the paper's",
+        "all splits from (448, 2.25) to (28, 36) give the same codes but for subnormals",
+    ),
+    (
+        "INT4",
+        "Q and K smoothed",
+        "without K's mean it fails on outliers, without Q's where Q has one; still by name only",
+    ),
+    (
+        "row sum",
+        "of probabilities; of codes where the tensor core makes it",
+        "with E4M3 codes are never worse and often better; with INT8 they are wrong",
+    ),
+)
+
+
+def _head(found: Ablations) -> str:
+    versions = found.rows[0]["versions"]
+    calls = found.one("split", "224, 4.5", "demo")["calls"]
+    sets = markdown(("data", "what it is"), ((n, d.format(calls=calls)) for n, d in DATA.items()))
+    return f"""
+# Ablations
+
+What the FP8 and INT4 recipes choose, what each choice costs, and what the papers leave open. Every
+number is relative L1 of the output against FP64, mean of the calls of a data set, from
+[ablations.csv](../benchmarks/ablations.csv), which also has the worst head, cosine and norm ratio.
+Made by `python benchmarks/ablations.py`, emulated on a CPU ({versions}): arithmetic, not speed.
+`python benchmarks/ablation_page.py` writes this page, `python benchmarks/ablation_plot.py` draws.
+
+{sets}
+
+{markdown(("choice", "what we chose", "why"), CHOICES)}
+
+![Error by product, depth, split and smoothing](ablations.png)
+"""
+
+
+def _depth(found: Ablations) -> str:
+    same = ("depth 1: 112, 4.5", "depth 2: 112, 4.5", "depth 4: 112, 4.5")
+    across = found.data("depth")
+
+    def apart(setting: str, name: str) -> float:
+        return float(found.one("depth", setting, name)["rel_l1_to_fp32_sums"])
+
+    sums = markdown(
+        ("depth, at (112, 4.5) and tiles of 128 keys", *across),
+        ((s.split(":")[0], *(f"{apart(s, name):.1e}" for name in across)) for s in same),
+    )
+    most = max(apart(same[2], name) for name in MAIN)
+    share = min(found.l1("depth", same[2], name) / apart(same[2], name) for name in across)
+    by_depth = " / ".join(found.one("depth", s, "V + 3")["rel_l1"] for s in same)
+    return f"""
+## Depth of the FP16 buffer: 1, 2, 4
+
+The first three rows are the recipes, each at the largest ranges that its depth allows (P_r, V_r);
+the next three hold ranges and tile still.
+
+{found.table("depth")}
+
+What FP16 sums alone change: relative L1 between the outputs with FP16 and with FP32 sums of the
+same codes.
+
+{sums}
+
+- The rounding of the sums grows with depth. At depth 4 it is {most:.1e} at most on normal, outlier
+and real data, and at most 1/{share:.0f} of the whole error on any: P's three bits are nearly all of
+that. With sums as large as V + 3 makes them the whole error is {by_depth} at depth 1, 2, 4.
+- `_d4` differs from the others by its tile of 128 keys (probabilities meet another maximum), not by
+its depth: at one range and tile the three depths are equal to the fourth digit.
+- {_instructions()}
+- So 2 stays what `sage2pp_*` means, as in the paper, and `_d4` is a candidate like any other:
+calibration takes whichever is faster on the GPU at hand.
+"""
+
+
+def _instructions() -> str:
+    """What the depths cost in instructions on an RTX 4090, from the static report."""
+    report = {
+        r["recipe"]: r
+        for r in rows("machine_code.csv")
+        if r["gpu"] == "RTX 4090" and r["head_dim"] == "128"
+    }
+
+    def each(name: str) -> str:
+        r = report[name]
+        return f"{int(r['instructions']) * 64 * 16 / int(r['keys']) / int(r['rows']):.0f}"
+
+    names = ("sage2pp_8_d1", "sage2pp_8", "sage2pp_8_d4", "sage2_8")
+    counts = " / ".join(each(name) for name in names)
+    floors = " / ".join(report[name]["predicted_tops_without_overlap"] for name in names)
+    return (
+        "Instructions of one warp for 16 queries and 64 keys at D = 128 on sm_89, depth 1, 2, 4 "
+        f"and FP32 sums: {counts}. A deeper buffer is converted less often. What [machine "
+        "code](machine-code.md) predicts for an RTX 4090 if no unit works beside another is "
+        f"{floors} TOPS: FP32 sums take fewer instructions and lose by the rate of their products."
+    )
+
+
+def _products(found: Ablations) -> str:
+    by_v, by_p, base = "product, by V_r", "product, by P_r", "2016"
+
+    def changes(ablation: str, setting: str) -> str:
+        across = found.data(ablation)
+        return ", ".join(f"{n} {found.change(ablation, setting, base, n)}" for n in across)
+
+    mantissas = [
+        found.l1("mantissa of V_r", s, "normal") for s in found.settings("mantissa of V_r")
+    ]
+    spread = 100 * (max(mantissas) / min(mantissas) - 1)
+    return f"""
+## P_r x V_r from 2047 down to 50
+
+At depth 1, whose bound is 2047. First P_r = 448 and V_r falls; then V_r = 4.5 and P_r falls.
+
+{found.table(by_v, first="P_r x V_r, by V_r")}
+
+{found.table(by_p, first="P_r x V_r, by P_r")}
+
+- A lower V_r costs next to nothing down to 252 (against 2016: {changes(by_v, "252")}): E4M3 is a
+floating-point format and keeps its three bits until V meets the subnormals. Outliers get there
+first: they set the scale of their channel and push the rest down. At 50: {changes(by_v, "50")}.
+- P_r may fall further than V_r: every row has its own maximum, and its large probabilities carry
+the sum. At 63: {changes(by_p, "63")}. The step to 50 ({changes(by_p, "50")}) is not the size:
+P_r = {50 / 4.5:.2f} is no code, so that a probability of 1 itself is rounded.
+- Where V_r falls between the steps of E4M3 matters as much. V_r from 4 to 7.5 at P_r = 224 on
+normal data: {" / ".join(f"{m:.4f}" for m in mantissas)}, a spread of {spread:.1f} %. That is all
+there is between (448, 448) in FP32 and (224, 4.5) in FP16.
+"""
+
+
+def _splits(found: Ablations) -> str:
+    theirs = ("448, 2.25", "224, 4.5", "112, 9")
+    first = ", ".join(found.one("split", s, "demo")["rel_l1"] for s in theirs)
+    last = found.change("split", "2.25, 448", "224, 4.5", "demo")
+    low, middle = (found.one("split", s, "outliers")["rel_l1"] for s in theirs[:2])
+    return f"""
+## Splits of 1008
+
+P_r, V_r at depth 2; the first three are the paper's. The last two rows are FP32 sums; 288 has the
+mantissa of 4.5.
+
+{found.table("split", first="P_r, V_r")}
+
+- The paper's three are equal here too ({first} on the demo): they differ by powers of two and round
+alike except where a factor meets subnormals, and FP32 sums of the same codes (448, 288) err the
+same.
+- Below P_r = 28 the long tail of P goes into subnormals (peaked, demo): {last} at (2.25, 448) on
+the demo. V_r = 2.25 is where outliers begin to show ({low} against {middle}). Of the paper's three
+we keep the middle one.
+"""
+
+
+def _four_bits(found: Ablations) -> str:
+    def l1(setting: str, data: str) -> str:
+        return found.one("INT4", f"INT4, {setting}", data)["rel_l1"]
+
+    both, turned = "Q and K smoothed", "Q and K smoothed, rotated"
+    cosine = found.one("INT4", f"INT4, {both}", "demo")["cosine_worst_head"]
+    return f"""
+## INT4 with and without smoothing
+
+`sage2pp_4` and its neighbours; the last row is `sage2pp_8`.
+
+{found.table("INT4")}
+
+- Smoothing Q: {l1("K smoothed", "Q + 3")} -> {l1(both, "Q + 3")} where Q has a mean,
+{l1("K smoothed", "demo")} -> {l1(both, "demo")} on the demo, nothing on normal data. Smoothing K is
+what keys with a common offset need: {l1("Q smoothed", "outliers")} -> {l1(both, "outliers")}.
+- What is left on outliers are single large entries, which no mean removes. Rotation spreads them:
+{l1(turned, "outliers")}; on the demo {l1(both, "demo")} -> {l1(turned, "demo")}. It is a field of a
+recipe that no kernel computes yet.
+- FP16 P and V change little: four bits of Q and K are nearly all of the error. Worst head on the
+demo: cosine {cosine}, under the threshold of 0.998. INT4 runs only when asked for by name.
+"""
+
+
+def _row_sums(found: Ablations) -> str:
+    of_p, of_codes = "sage2pp_8, sum of probabilities", "sage2pp_8, sum of codes"
+    across = found.data("row sum")
+    changes = ", ".join(f"{n} {found.change('row sum', of_codes, of_p, n)}" for n in across)
+    int8 = ("sage1_vb, sum of probabilities", "sage1_vb, sum of codes")
+    before, after = (found.one("row sum", s, "peaked") for s in int8)
+    return f"""
+## The row sum: of probabilities or of their codes
+
+{found.table("row sum")}
+
+- With E4M3 the sum of codes is never worse ({changes}): numerator and denominator lose the same
+mass, so an output keeps its mean. A kernel that sums rows on the tensor core, as the Hopper one
+does where it has the registers, gets it for nothing.
+- With INT8 it is wrong. Codes are 0 below 1/254 of the maximum, and a smaller divisor blows up what
+is left: {before["rel_l1"]} -> {after["rel_l1"]} on peaked rows, norm ratio
+{after["norm_ratio_worst_head"]}. Only a V with a large mean gains.
+"""
+
+
+def _papers() -> str:
+    lines = []
+    last = ""
+    for r in rows("papers_tables.csv"):
+        theirs = [r["theirs_cosine"] or "-", r["theirs_rel_l1"] or "-", r["theirs_rmse"] or "-"]
+        named = f"{r['paper']}, {r['table']}"
+        lines.append(
+            (
+                "" if named == last else named,
+                r["setting"],
+                r["data"] + (" (worst head)" if r["over"] == "worst" else ""),
+                "-" if set(theirs) == {"-"} else " / ".join(theirs),
+                f"{r['cosine']} / {r['rel_l1']} / {r['rmse']}",
+            )
+        )
+        last = named
+    head = ("paper, table", "setting", "our data", "theirs: cosine / rel. L1 / RMSE", "ours")
+    return f"""
+## The papers' accuracy tables, ours beside theirs
+
+`python benchmarks/papers_tables.py` ([csv](../benchmarks/papers_tables.csv)), emulated on a CPU.
+Theirs are on the layers of Llama2, Unidiffuser and CogVideoX, which are not published; ours on the
+demo's layers, on normal data, and on stand-ins for their outlier layers: "K + c n" is normal data
+whose keys share c times a normal vector, "spikes" has one entry in a thousand of ten sigma. "-" is
+not printed.
+
+{markdown(head, lines)}
+
+The order of the rows holds, the sizes differ with the data. The demo's layers are milder than their
+worst: INT8 P and V fall to a cosine of 0.564 there and not here; where P is normalised before it is
+rounded, normal data bring it down here too. RMSE is in the units of an output and compares only
+between neighbours. The RMSE printed for vT and vB is on another scale than that of T and B in the
+same table. Table 17 here is Q K^T less each row's mean, which is what softmax sees: with the mean
+in it a cosine says nothing. Metrics of whole pictures and texts (FID, perplexity) need those
+models; the demo's pictures by recipe are in
+[demo_recipes.csv](../benchmarks/demo_recipes.csv). More of theirs and ours: [the
+arithmetic](numerics.md).
+
+[The arithmetic](numerics.md) · [machine code](machine-code.md) · [recipes](recipes/README.md)
+"""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
