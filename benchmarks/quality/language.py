@@ -6,9 +6,9 @@ On one H200 about five minutes: trains a Llama of 38 M parameters from random we
 sources under open licences (`corpus`), with retrieval and copying tasks woven in, up to 32k tokens
 a row; then perplexity at 1k to 32k on folders that were held out, by position, retrieval and
 copying, for exact attention, every recipe's kernel, the calibrated plan and the baselines, all
-through `sagepatch.apply`. Writes language_*.csv beside this file, or under --out. `--tiny` proves on a CPU
-that the script runs; its numbers mean nothing. `--keep FOLDER` leaves the model there, and `--model
-FOLDER` measures one that is there.
+through `sagepatch.apply`. Writes language_*.csv beside this file, or under --out. `--tiny` proves
+on a CPU that the script runs; its numbers mean nothing. `--keep FOLDER` leaves the model there, and
+`--model FOLDER` measures one that is there.
 """
 
 from __future__ import annotations
