@@ -1,0 +1,242 @@
+"""Writes docs/machine-code.md from machine_code.csv, the table of rates and what was measured: no
+number has another source.
+
+    python benchmarks/machine_code_page.py
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from gpu_rates import GPUS, Gpu
+from page_text import filled
+from page_text import table as markdown
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "machine-code.md"
+MEASURED = "H200"
+# What one tensor-core fragment of scores is counted by: 16 queries of a warp against 64 keys.
+SCORES = 16 * 64
+# Long and full: nothing but the main loop matters.
+LONG = {"64": ("cogvideox_2b", "d64_16k"), "128": ("d128_16k", "hunyuan_33k")}
+TENSOR = {
+    "s8": "INT8",
+    "s4": "INT4",
+    "f16->f16": "FP16, FP16 sums",
+    "f16->f32": "FP16, FP32 sums",
+    "e4m3->f16": "E4M3, FP16 sums",
+    "e4m3->f32": "E4M3, FP32 sums",
+}
+Row = dict[str, str]
+
+
+def rows(name: str = "machine_code.csv") -> list[Row]:
+    """A table beside this file."""
+    with (HERE / name).open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def page() -> str:
+    """The page's text."""
+    found = rows()
+    parts = [_head(found), _rates(), _judged(found), _targets(found), _reading(found)]
+    return "\n\n".join(map(filled, parts)) + "\n"
+
+
+def per_scores(row: Row, column: str) -> int:
+    """A count of one tile as one of 16 queries and 64 keys."""
+    return round(int(row[column]) * SCORES / int(row["rows"]) / int(row["keys"]))
+
+
+def _head(found: list[Row]) -> str:
+    return f"""
+# Machine code and what it predicts
+
+A static report on the CUDA kernels: compiled by NVRTC {found[0]["nvrtc"]} without a GPU, read back
+by a disassembler, counted by unit. **Every TOPS on this page that is not marked measured is a
+prediction.** The kernels for sm_80, sm_86, sm_89 and sm_120 have been compiled for these GPUs and
+not yet run on them; [send us numbers](send-us-numbers.md) if you own one.
+
+`python benchmarks/machine_code_report.py` compiles and counts
+([csv](../benchmarks/machine_code.csv)), `python benchmarks/machine_code_page.py` writes this page,
+`python benchmarks/machine_code_plot.py` draws. CI compiles the main kernels again and compares.
+
+![Predicted ceilings by GPU and recipe](machine-code.png)
+"""
+
+
+def _rates() -> str:
+    shown = [gpu for gpu in GPUS if gpu.name != MEASURED]
+
+    def tensor(gpu: Gpu, kind: str) -> str:
+        return str(gpu.tensor[kind]) if kind in gpu.tensor else "none"
+
+    lines: list[tuple[str, ...]] = [
+        ("multiprocessors", *(str(gpu.multiprocessors) for gpu in shown)),
+        ("boost clock, MHz", *(str(gpu.clock_mhz) for gpu in shown)),
+        *((f"tensor, {told}", *(tensor(g, kind) for g in shown)) for kind, told in TENSOR.items()),
+        ("FP32", *(str(gpu.fp32) for gpu in shown)),
+        ("half pairs", *(str(gpu.half2) for gpu in shown)),
+        ("integer additions", *(str(gpu.integer_add) for gpu in shown)),
+        ("comparisons, logic, packed conversions", *("64" for _ in shown)),
+        ("exponentials, int to float on sm_80", *("16" for _ in shown)),
+        ("shared memory, bytes", *("128" for _ in shown)),
+        ("instructions", *("128" for _ in shown)),
+    ]
+    head = ("a clock and multiprocessor", *(f"{gpu.name}, {gpu.target}" for gpu in shown))
+    return f"""
+## Rates
+
+Operations of a tensor core, lanes of the other units. Tensor cores, multiprocessors and clocks are
+those of NVIDIA's architecture papers (a test recomputes their peaks from them), arithmetic is that
+of the CUDA C++ Best Practices Guide, "Throughput of Native Arithmetic Instructions". Two rates are
+not published and taken from an H200, where we measured them: 64 packed conversions (F2FP) and 64
+conversions of a half to FP32 (HADD2.F32).
+
+{markdown(head, lines)}
+
+A unit's bound is what it alone would allow: operations of a tile of the main loop over the clocks
+that the unit needs for it, at boost clock, all multiprocessors full. The **ceiling** is the least
+of the bounds. **Without overlap** adds the tensor core and the busiest other unit, as if neither
+worked beside the other.
+"""
+
+
+def _judged(found: list[Row]) -> str:
+    measured: dict[tuple[str, str], dict[str, float]] = {}
+    for r in rows("h200_cuda_alone.csv"):
+        for head_dim, shapes in LONG.items():
+            if r["shape"] in shapes and r["variant"].startswith("cuda."):
+                key = (r["variant"].removeprefix("cuda."), head_dim)
+                best = measured.setdefault(key, {})
+                best[r["shape"]] = max(best.get(r["shape"], 0.0), float(r["tflops"]))
+    lines = []
+    shares = []
+    for r in found:
+        one = measured.get((r["recipe"], r["head_dim"]))
+        if r["gpu"] != MEASURED or not one:
+            continue
+        most = max(one.values())
+        shares.append(most / float(r["predicted_tops_without_overlap"]))
+        lines.append(
+            (
+                f"`{r['recipe']}`",
+                r["head_dim"],
+                r["predicted_tops"],
+                r["predicted_tops_without_overlap"],
+                f"{most:.0f}",
+                f"{shares[-1]:.2f}",
+            )
+        )
+    head = ("recipe", "D", "ceiling", "without overlap", "measured, alone", "of without overlap")
+    shapes = ", ".join(f"`{shape}`" for pair in LONG.values() for shape in pair)
+    return f"""
+## How good such a prediction is
+
+The same count for the Hopper kernels, which have run: attention alone, the faster of two long
+shapes ({shapes}), TFLOPS measured on an H200 ([csv](../benchmarks/h200_cuda_alone.csv)).
+
+{markdown(head, lines)}
+
+Measured speeds are {min(shares):.2f} to {max(shares):.2f} of the figure without overlap and far
+from the ceiling: the tensor core and the softmax take registers and issue slots from each other.
+On GPUs where nobody has run the kernels expect something between the two. SageAttention's paper
+prints 340 TOPS at D = 64 on an RTX 4090 for its INT8 and FP16 kernel; the prediction for our
+`sage1_b` there is {_between(found, "RTX 4090", "sage1_b", "64")}.
+"""
+
+
+def _between(found: list[Row], gpu: str, recipe: str, head_dim: str) -> str:
+    r = next(r for r in found if (r["gpu"], r["recipe"], r["head_dim"]) == (gpu, recipe, head_dim))
+    return f"{r['predicted_tops_without_overlap']} to {r['predicted_tops']}"
+
+
+def _targets(found: list[Row]) -> str:
+    parts = []
+    head = (
+        *("recipe", "D", "registers", "spilled, B", "shared, KiB", "warps", "instructions"),
+        *("tensor", "exp", "convert", "shared loads", "bound by", "ceiling", "without overlap"),
+    )
+    for gpu in GPUS:
+        if gpu.name == MEASURED:
+            continue
+        lines = []
+        for r in found:
+            if r["gpu"] != gpu.name:
+                continue
+            converted = sum(
+                per_scores(r, name) for name in ("half_to_fp32", "to_narrow", "int_to_float")
+            )
+            tensor = per_scores(r, "tensor_integer") + per_scores(r, "tensor_float")
+            lines.append(
+                (
+                    *(f"`{r['recipe']}`", r["head_dim"], r["registers"], r["stack_bytes"]),
+                    *(round(int(r["shared_bytes"]) / 1024), r["warps"]),
+                    *(per_scores(r, "instructions"), tensor, per_scores(r, "mufu"), converted),
+                    *(per_scores(r, "shared_loads"), r["bound"], r["predicted_tops"]),
+                    r["predicted_tops_without_overlap"],
+                )
+            )
+        parts.append(f"### {gpu.name}, {gpu.target}\n\n{markdown(head, lines)}")
+    tables = "\n\n".join(parts)
+    return f"""
+## The targets
+
+`cuda_mma` kernels, no mask, not causal. Counts are instructions of one warp for 16 queries and 64
+keys; `warps` a multiprocessor holds at once; ceilings in TOPS, predicted.
+
+{tables}
+"""
+
+
+def _reading(found: list[Row]) -> str:
+    def best(gpu: str, head_dim: str) -> str:
+        mine = [r for r in found if r["gpu"] == gpu and r["head_dim"] == head_dim]
+        # INT4 runs by name only.
+        wide = [r for r in mine if "_4" not in r["recipe"]]
+        top = max(wide, key=lambda r: float(r["predicted_tops_without_overlap"]))
+        span = f"{top['predicted_tops_without_overlap']} to {top['predicted_tops']}"
+        return f"`{top['recipe']}` ({span})"
+
+    lines = [
+        (gpu.name, best(gpu.name, "64"), best(gpu.name, "128"))
+        for gpu in GPUS
+        if gpu.name != MEASURED
+    ]
+    bound = list(
+        dict.fromkeys(
+            f"`{r['recipe']}`" for r in found if r["gpu"] == "A100" and r["bound"] == "shared"
+        )
+    )
+    shared = (
+        "On an A100, whose tensor cores do twice as much a clock, shared memory binds "
+        f"{', '.join(bound)}: every warp of 16 queries reads all of K and V."
+        if bound
+        else "Shared memory binds no kernel on an A100."
+    )
+    spilled = [
+        f"`{r['recipe']}` D {r['head_dim']} {r['target']} ({r['stack_bytes']} B)"
+        for r in found
+        if r["gpu"] != MEASURED and int(r["stack_bytes"])
+    ]
+    return f"""
+## Reading it
+
+The fastest recipe by GPU, predicted from figures without overlap to ceilings, TOPS, INT4 left out:
+
+{markdown(("GPU", "D = 64", "D = 128"), lines)}
+
+- On GeForce GPUs the tensor core is the bound of nearly all: products with FP32 sums run at half
+the rate there, which is what FP16 sums (`sage1_*` on Ampere, `sage2pp_*` on Ada and Blackwell) win
+back.
+- {shared}
+- Memory of a thread outside its registers: {", ".join(spilled) or "none"}.
+
+[The CUDA kernels](kernels-cuda.md) · [ablations](ablations.md) · [send us
+numbers](send-us-numbers.md)
+"""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
