@@ -84,10 +84,12 @@ def candidates(
     unusable: Unusable,
     catalogue: Sequence[Variant] = CATALOGUE,
 ) -> tuple[Decision, ...]:
-    """Every variant that `request` speaks of, in catalogue order, with all reasons against each."""
+    """Every variant that `request` speaks of, in the order of preference on this GPU, with all
+    reasons against each.
+    """
     return tuple(
         Decision(variant, _reasons(spec, request, variant, unusable))
-        for variant in catalogue
+        for variant in sorted(catalogue, key=lambda variant: spec.arch not in variant.first_on)
         if request.wants(variant)
     )
 
@@ -154,7 +156,7 @@ def auto_stays_exact(spec: AttnSpec, request: Request) -> str | None:
 def _reasons(
     spec: AttnSpec, request: Request, variant: Variant, unusable: Unusable
 ) -> tuple[str, ...]:
-    reasons = variant.rejects(spec)
+    reasons = variant.rejects(spec, request.by_full_name)
     if variant.toolchain == "emulated" and not (request.emulate or request.by_full_name):
         emulation = "emulation is for accuracy, not speed: ask with emulate=True or by full name"
         reasons = (*reasons, emulation)

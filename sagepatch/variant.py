@@ -31,9 +31,11 @@ class Variant:
     """One kernel of one toolchain for one recipe, `<toolchain>.<recipe>`.
 
     `entry` is "module:function", imported on first use; the function has the signature of
-    `backends.Kernel`. `archs` None means any device of `devices`; `ran_on` lists the architectures
-    where its tests have passed, the others are "compiled, not yet run". `numerics_version` rises
-    when the same inputs give other numbers.
+    `backends.Kernel`. `archs` None means any device of `devices`; `tested_on` are architectures
+    where it runs, slowly, for its tests, and serves by full name only; `first_on` those where it is
+    preferred to every kernel before it in the catalogue; `ran_on` those where its tests have
+    passed, the others are "compiled, not yet run". `numerics_version` rises when the same inputs
+    give other numbers.
     """
 
     toolchain: Toolchain
@@ -57,6 +59,8 @@ class Variant:
     lse: bool = True
     min_kv_len: int = 0
     needs: tuple[str, ...] = ()  # importable packages that the code wants
+    tested_on: frozenset[int] = field(default_factory=frozenset)
+    first_on: frozenset[int] = field(default_factory=frozenset)
     ran_on: frozenset[int] = field(default_factory=frozenset)
     numerics_version: int = 1
     withheld: str | None = None  # why only a request by full name reaches this kernel
@@ -69,19 +73,24 @@ class Variant:
     def tier(self) -> Tier:
         return self.recipe.tier
 
-    def rejects(self, spec: AttnSpec) -> tuple[str, ...]:
+    def rejects(self, spec: AttnSpec, by_full_name: bool = False) -> tuple[str, ...]:
         """All reasons why this kernel cannot serve `spec`, each with the value found and the one
-        needed.
+        needed. `by_full_name`: the request names this kernel and no other.
         """
         low, high = self.head_dims
+        archs = self.archs
+        if archs is not None and by_full_name:
+            archs = archs | self.tested_on
+        only_tested = spec.arch in self.tested_on and not by_full_name
         checks = (
             (
                 spec.device not in self.devices,
                 f"device is {spec.device}, needs {_either(self.devices)}",
             ),
             (
-                spec.device == "cuda" and self.archs is not None and spec.arch not in self.archs,
-                f"GPU is sm_{spec.arch}, needs {_archs(self.archs or frozenset())}",
+                spec.device == "cuda" and archs is not None and spec.arch not in archs,
+                f"GPU is sm_{spec.arch}, needs {_archs(archs or frozenset())}"
+                + (" (here by full name only, for tests)" if only_tested else ""),
             ),
             (spec.dtype not in self.dtypes, f"dtype is {spec.dtype}, needs {_either(self.dtypes)}"),
             (

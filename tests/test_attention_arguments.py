@@ -63,10 +63,10 @@ def test_a_scale_that_is_no_number_is_refused(scale: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["cuda_mma.sage2_8", "sage9", "", "triton.exact", 3, None], ids=str
+    "name", ["cuda_mma.sage2_8b", "sage9", "", "triton.exact", 3, None], ids=str
 )
 def test_names_that_no_kernel_has_are_refused_with_those_there_are(name) -> None:
     q, k, v = qkv()
     with pytest.raises(UnknownVariant, match="no such name; give ") as caught:
         sagepatch.attention(q, k, v, variant=name)
-    assert ("emulated.sage2_8" in str(caught.value)) == (name == "cuda_mma.sage2_8")
+    assert ("emulated.sage2_8b" in str(caught.value)) == (name == "cuda_mma.sage2_8b")

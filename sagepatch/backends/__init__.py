@@ -43,4 +43,8 @@ def unusable(variant: Variant) -> str | None:
         from sagepatch.backends.cuda.launch import missing
 
         return missing("sm_90a")
+    if variant.toolchain == "cuda_mma":
+        from sagepatch.backends.cuda_mma.machine import missing_here
+
+        return missing_here()
     return missing_package(variant.needs)

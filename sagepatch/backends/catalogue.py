@@ -121,5 +121,43 @@ CUDA = tuple(
     for name in _CUDA_RECIPES
 )
 
-CATALOGUE: tuple[Variant, ...] = (*TRITON, *CUDA, *EMULATED, SDPA)
+# mma.sync kernels: where each multiplies in hardware. E4M3 starts with Ada, and INT4 has left the
+# tensor cores with Hopper; sm_90 emulates both, right in value and slow, for tests.
+_INT8_ARCHS = frozenset({80, 86, 87, 89, 120, 121})
+_E4M3_ARCHS = frozenset({89, 120, 121})
+_INT4_ARCHS = frozenset({80, 86, 87, 89})
+# What goes first, by instruction rates: sums in FP16 double the rate of P V on GeForce; an A100 has
+# the same rate for both, so that FP32 costs nothing.
+_MMA_FIRST = {
+    "sage2pp_8": _E4M3_ARCHS,
+    "sage1_b": frozenset({86, 87}),
+    "sage1_b_f32": frozenset({80}),
+}
+_MMA_RECIPES = (
+    *("sage2pp_8", "sage2pp_8_d4", "sage2pp_8_d1", "sage2_8"),
+    *("sage1_b", "sage1_t", "sage1_b_f32", "sage1_t_f32"),
+)
+_MMA_WITHHELD = "its arithmetic has not yet been checked on a GPU"
+
+CUDA_MMA = tuple(
+    Variant(
+        toolchain="cuda_mma",
+        recipe=RECIPES[name],
+        entry="sagepatch.backends.cuda_mma.attention:run",
+        devices=frozenset({"cuda"}),
+        archs=(_E4M3_ARCHS if RECIPES[name].pv == "e4m3" else _INT8_ARCHS)
+        & (_INT4_ARCHS if RECIPES[name].qk_bits == 4 else _INT8_ARCHS),
+        head_dims=(8, 256 if (RECIPES[name].keys_per_flush or 64) <= 64 else 128),
+        dtypes=frozenset({"fp16", "bf16", "fp32"}),
+        tolerance=Tolerance(cosine=0.9999, rel_l1=0.01)
+        if RECIPES[name].pv == "fp16"
+        else Tolerance(cosine=0.9995, rel_l1=0.025),
+        tested_on=frozenset({90}),
+        first_on=_MMA_FIRST.get(name, frozenset()),
+        withheld=_MMA_WITHHELD,
+    )
+    for name in _MMA_RECIPES
+)
+
+CATALOGUE: tuple[Variant, ...] = (*TRITON, *CUDA, *CUDA_MMA, *EMULATED, SDPA)
 BY_NAME: dict[str, Variant] = {variant.name: variant for variant in CATALOGUE}

@@ -76,7 +76,8 @@ def _each_kind() -> list[int]:
 
 def _failure_on(variant: Variant, index: int) -> str | None:
     major, minor = torch.cuda.get_device_capability(index)
-    if variant.archs is not None and 10 * major + minor not in variant.archs:
+    served = None if variant.archs is None else variant.archs | variant.tested_on
+    if served is not None and 10 * major + minor not in served:
         return None
     gpu = torch.cuda.get_device_name(index)
     key = (variant.name, gpu)

@@ -13,6 +13,7 @@ from sagepatch.backends.cuda.build import TARGETS, Compiled, Program
 from sagepatch.backends.cuda.build import missing as missing_compiler
 from sagepatch.backends.cuda.cache import kept
 from sagepatch.backends.cuda.instances import instances
+from sagepatch.backends.cuda_mma.instances import instances as mma_instances
 from sagepatch.cli import options as o
 from sagepatch.cli.console import out, print_json, progress, table, tell
 from sagepatch.env import Machine, cache_dir
@@ -33,7 +34,8 @@ def build(
     """
     # The bar says it; a line for each program would only tear it.
     logging.getLogger("sagepatch.compile").setLevel(logging.WARNING)
-    programs = [p for target in targets(all_archs) for p in instances(target)]
+    wanted = targets(all_archs)
+    programs = [p for t in wanted for p in (*instances(t), *mma_instances(t))]
     with progress(f"compiling {len(programs)} programs") as step:
         made = compile_all(programs, step)
     rows = [row for program, compiled in made for row in facts(program, compiled)]

@@ -73,5 +73,7 @@ def state(variant: Variant, machine: Machine) -> str:
     if variant.withheld is not None:
         return f"withheld, by full name only: {variant.withheld}"
     if arch not in variant.ran_on:
-        return f"compiled for sm_{arch}, not yet run there by us"
+        checked = ", ".join(f"sm_{known}" for known in sorted(variant.ran_on))
+        arithmetic = f"arithmetic checked on {checked}, " if checked else ""
+        return f"compiled for sm_{arch}, {arithmetic}not yet run there by us"
     return "ready"

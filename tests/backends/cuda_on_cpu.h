@@ -137,6 +137,17 @@ static u32 __ballot_sync(u32, bool vote) {
   return word;
 }
 
+static bool __syncthreads_or(bool vote) {
+  static bool votes[MOST_THREADS];
+  votes[threadIdx.x] = vote;
+  __syncthreads();
+  const bool any = std::any_of(votes, votes + threads, [](bool v) { return v; });
+  __syncthreads();
+  return any;
+}
+
+static bool __syncthreads_and(bool vote) { return !__syncthreads_or(!vote); }
+
 static int atomicAdd(int* at, int value) {
   const int before = *at;
   *at += value;

@@ -1,5 +1,5 @@
 """Runs CUDA C++ sources of the package on a CPU: compiled by the C++ compiler of the machine with
-cuda_on_cpu.h in place of ptx.cuh. Slow, exact, and needs no GPU.
+cuda_on_cpu.h in place of ptx.cuh, mma_on_cpu.h in place of mma.cuh. Slow, exact, and needs no GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from sagepatch.backends.cuda.launch import Layout
 
 COMPILER = shutil.which("g++") if sys.platform == "linux" else None
 HEADER = Path(__file__).with_suffix(".h")
-REPLACED = "ptx.cuh"
+# What is replaced, by what beside HEADER.
+REPLACED = {"ptx.cuh": None, "mma.cuh": HEADER.with_name("mma_on_cpu.h")}
 OPTIONS = ("-std=c++20", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", "-fno-gnu-unique")
 KERNEL = re.compile(r'extern "C" __global__ void __launch_bounds__\([^)]*\)\s+(\w+)\(([^)]*)\)')
 
@@ -82,8 +83,9 @@ def _library(program: Program) -> ctypes.CDLL:
 
 
 def _expanded(name: str, files: dict[str, str]) -> str:
-    if name == REPLACED:
-        return ""
+    if name in REPLACED:
+        other = REPLACED[name]
+        return "" if other is None else other.read_text(encoding="utf-8")
 
     def included(match: re.Match[str]) -> str:
         return _expanded(match[1], files)

@@ -176,5 +176,5 @@ def test_stale_entries_say_what_changed() -> None:
     assert "numerics version 9, it is version 1 now" in str(
         stale(replace(entry("x", FAST), numerics_version=9))
     )
-    assert "it is gone" in str(stale(entry("x", "cuda_mma.sage2_8")))
-    assert BY_NAME.get("cuda_mma.sage2_8") is None
+    assert "it is gone" in str(stale(entry("x", "cuda_mma.sage2_8b")))
+    assert BY_NAME.get("cuda_mma.sage2_8b") is None

@@ -33,6 +33,7 @@ SMALL = Program(
 @pytest.fixture(autouse=True)
 def _one_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(build, "instances", lambda target: (SMALL,) if target == "sm_90a" else ())
+    monkeypatch.setattr(build, "mma_instances", lambda target: ())
     monkeypatch.setenv("SAGEPATCH_CACHE_DIR", str(tmp_path / "kept"))
 
 
@@ -60,7 +61,7 @@ def test_people_get_a_table(sage: Sage, monkeypatch: pytest.MonkeyPatch) -> None
     assert "Nothing is kept" in ended.out
 
 
-@pytest.mark.parametrize("gpus", [(), (Gpu("RTX 3090", 86, 1 << 34),)], ids=len)
+@pytest.mark.parametrize("gpus", [(), (Gpu("RTX 2080", 75, 1 << 34),)], ids=len)
 def test_other_machines_are_told_what_to_do(
     sage: Sage, monkeypatch: pytest.MonkeyPatch, gpus: tuple[Gpu, ...]
 ) -> None:
@@ -68,7 +69,7 @@ def test_other_machines_are_told_what_to_do(
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls: machine))
     ended = sage("build")
     assert ended.code == 3
-    assert "are for sm_90a" in ended.err
+    assert "are for sm_80, sm_86" in ended.err
     assert "--all-archs" in ended.err
 
 
@@ -83,7 +84,7 @@ def test_the_gpu_here_decides_without_all_archs(monkeypatch: pytest.MonkeyPatch)
     gpus = (Gpu("H200", 90, 1 << 37), Gpu("H200", 90, 1 << 37), Gpu("L4", 89, 1 << 34))
     machine = Machine("Linux", "3.12", {}, None, gpus, ())
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls: machine))
-    assert build.targets(all_archs=False) == ["sm_90a"]
+    assert build.targets(all_archs=False) == ["sm_90a", "sm_89"]
 
 
 def test_a_compilation_in_passing_is_told_on_standard_error(tmp_path: Path) -> None:

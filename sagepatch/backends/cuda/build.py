@@ -15,8 +15,19 @@ from sagepatch.backends.cuda.cubin import Resources, resources
 from sagepatch.errors import MachineError
 
 FOLDER = Path(__file__).parent
-# What the driver names after the architecture-specific features (wgmma, setmaxnreg) of Hopper.
-TARGETS = {90: "sm_90a"}
+# Where sources lie besides, under names of their own.
+BESIDE = (FOLDER.parent / "cuda_mma",)
+# What is compiled for a GPU, by its architecture. Those with an "a" have features of their own
+# (wgmma and setmaxnreg of Hopper).
+TARGETS = {
+    80: "sm_80",
+    86: "sm_86",
+    87: "sm_87",
+    89: "sm_89",
+    90: "sm_90a",
+    120: "sm_120a",
+    121: "sm_121a",
+}
 OPTIONS = ("-std=c++17", "-default-device")
 # The first NVRTC whose PTX has all that the sources use.
 OLDEST_NVRTC = (12, 8)
@@ -26,10 +37,11 @@ _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What is compiled: a source file of this folder with its macros, for one target.
+    """What is compiled: a source file of this folder, or of one beside it, with its macros, for one
+    target.
 
     `defines` become `-Dname=value`, in order. Files that the source includes by `#include "name"`
-    are taken from this folder. Kernels are `extern "C"`, so that their names are their own.
+    are taken from the same folders. Kernels are `extern "C"`, so that their names are their own.
     """
 
     source: str
@@ -160,7 +172,8 @@ def missing(target: str) -> str | None:
 def _read(name: str) -> str:
     if Path(name).name != name:
         raise ValueError(f"{name!r} is no file name")
-    return (FOLDER / name).read_text(encoding="utf-8")
+    found = next((f / name for f in (FOLDER, *BESIDE) if (f / name).exists()), FOLDER / name)
+    return found.read_text(encoding="utf-8")
 
 
 def _buffer(size: int) -> bytes:

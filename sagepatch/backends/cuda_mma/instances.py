@@ -1,0 +1,33 @@
+"""The mma.sync programs that are compiled ahead, for `sagepatch build` and for tests: a list, no
+policy.
+"""
+
+from __future__ import annotations
+
+from sagepatch.backends.catalogue import CUDA_MMA
+from sagepatch.backends.cuda.build import TARGETS, Program
+from sagepatch.backends.cuda_mma.prepass import instances as prepasses
+from sagepatch.backends.cuda_mma.tiles import Options, instance
+from sagepatch.numerics.recipe import Recipe
+
+HEAD_DIMS = (64, 128)
+# What most calls ask of the attention; others are compiled when a call wants them. Causal, packed
+# and grouped calls, windows, sinks and the type of the output share one program.
+CALLS = (Options(), Options(mask=1))
+
+
+def recipes(target: str) -> tuple[Recipe, ...]:
+    """The recipes whose records list the GPU of `target`."""
+    arch = next(arch for arch, name in TARGETS.items() if name == target)
+    return tuple(v.recipe for v in CUDA_MMA if v.archs is not None and arch in v.archs)
+
+
+def instances(target: str) -> tuple[Program, ...]:
+    """The programs of every recipe that serves on `target`: attention, then pre-passes."""
+    attention = (
+        instance(recipe, dim, dim, target, options).program
+        for recipe in recipes(target)
+        for dim in HEAD_DIMS
+        for options in CALLS
+    )
+    return tuple(dict.fromkeys((*attention, *prepasses(recipes(target), target))))
