@@ -183,6 +183,29 @@ def test_a_lost_device_ends_the_measuring_and_keeps_the_rest(
     assert all("illegal" in (one.left_out or "") for one in results.measured[1:])
 
 
+def test_a_device_lost_in_the_checks_is_said_of_every_kernel_and_shape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lost(variants: Any, *rest: Any) -> Any:
+        yield check.Check(variants[0].name, "fast", "passed")
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(collect, "known_answers", lost)
+    monkeypatch.setattr(collect, "known_call", lambda device: SHAPE.call(CPU, torch.float16))
+    variants = [BY_NAME["emulated.sage1_b"], BY_NAME["emulated.sage2_8"], BY_NAME["triton.sage1_b"]]
+    checks, why = collect._checks(variants, torch.device("meta"), (), Budget(ENOUGH))
+    assert [one.state for one in checks] == ["passed", "left out", "refused"]
+    assert "illegal" in (why or "")
+    assert "device is cpu" in (checks[2].why or "")
+
+
+def test_withheld_kernels_are_tried_by_their_full_name_only() -> None:
+    kernel = replace(BY_NAME["emulated.sage1_b"], withheld="not yet")
+    spec = SHAPE.call(CPU, torch.float16).spec()
+    assert "withheld" in measure.refusals(kernel, spec)[0]
+    assert measure.refusals(kernel, spec, ["emulated.sage1_b"]) == ()
+
+
 def test_kernels_come_first_by_what_is_most_telling() -> None:
     found = [v.name for v in measure.kernels(torch.device("cuda"))]
     assert not [name for name in found if name.startswith(("emulated", "sdpa"))]

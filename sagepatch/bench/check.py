@@ -39,15 +39,14 @@ class Answer:
 @dataclass(frozen=True, slots=True)
 class Check:
     """A kernel beside its emulator on the known call, worst head. `state` is "passed", "failed",
-    "left out" or "not for this machine"; `why` says it where it did not pass. `first_call_s` is
-    mostly compiling.
+    "left out" or "refused"; `why` says it where it did not pass. `first_call_s` is mostly
+    compiling.
     """
 
     kernel: str
     tier: str
     state: str
     why: str | None = None
-    withheld: str | None = None
     cosine: float | None = None
     rel_l1: float | None = None
     lse_abs: float | None = None
@@ -97,7 +96,7 @@ def known_answers(
         facts = (variant.name, variant.tier)
         if answer.out is None:
             state = "left out" if answer.fault == NO_TIME else "failed"
-            yield Check(*facts, state, answer.fault, variant.withheld)
+            yield Check(*facts, state, answer.fault)
             continue
         recipe = variant.recipe
         out, lse = expected.setdefault(recipe.name, emulate(call, recipe))
@@ -107,7 +106,6 @@ def known_answers(
             *facts,
             "passed" if why is None else "failed",
             why,
-            variant.withheld,
             worst.cosine,
             worst.rel_l1,
             None if answer.lse is None else float((answer.lse - lse).abs().max()),

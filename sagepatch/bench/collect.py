@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 import torch
 
-from sagepatch.backends import unusable
 from sagepatch.backends.selfcheck import known_call
 from sagepatch.bench.check import NO_TIME, Check, known_answers, said
 from sagepatch.bench.clock import Budget, Clock, EventClock
-from sagepatch.bench.measure import Measured, Row, kernels, measure
+from sagepatch.bench.measure import Measured, Row, kernels, measure, refusals
 from sagepatch.bench.shapes import SMALL, STANDARD, Shape
 from sagepatch.variant import Variant
 
 SECONDS = 120.0
 # Of the whole, what the known answers may take.
 ANSWERING = 0.4
+LOST = "left out: the GPU gave up ({})"
 
 Step = Callable[[int, int], None]
 
@@ -63,47 +63,55 @@ def collect(
     if clock is None and device.type == "cuda":
         clock = EventClock(device)
     variants = kernels(device, recipes)
-    checks = _checks(variants, device, budget.share(ANSWERING))
-    failed = {check.kernel for check in checks if check.state in ("failed", "not for this machine")}
-    good = [variant for variant in variants if variant.name not in failed]
+    steps = len(shapes) + 1
+    if step is not None:
+        step(0, steps)
+    checks, lost = _checks(variants, device, recipes, budget.share(ANSWERING))
+    wrong = {check.kernel for check in checks if check.state in ("failed", "refused")}
+    good = [variant for variant in variants if variant.name not in wrong]
     measured: list[Measured] = []
-    lost: str | None = None
     for done, shape in enumerate(shapes):
         if step is not None:
-            step(done, len(shapes))
+            step(done + 1, steps)
         why = lost or (NO_TIME if budget.left <= 0 else None)
         if why is not None:
             measured.append(Measured(shape, left_out=why))
             continue
         share = budget.share(1 / (len(shapes) - done))
         try:
-            measured.append(measure(shape, device, dtype, good, share, clock))
+            measured.append(measure(shape, device, dtype, good, share, clock, recipes))
         except torch.OutOfMemoryError:
             measured.append(Measured(shape, left_out="left out: out of GPU memory"))
         except RuntimeError as error:
-            lost = f"left out: the GPU gave up ({said(error)})"
+            lost = LOST.format(said(error))
             measured.append(Measured(shape, left_out=lost))
     name = str(dtype).removeprefix("torch.")
-    return Results(tuple(checks), tuple(measured), name, budget.spent, seconds)
+    return Results(checks, tuple(measured), name, budget.spent, seconds)
 
 
-def _checks(variants: Sequence[Variant], device: torch.device, budget: Budget) -> list[Check]:
-    """The known answer of every kernel that this machine can run; the others by their reasons."""
+def _checks(
+    variants: Sequence[Variant], device: torch.device, recipes: Sequence[str], budget: Budget
+) -> tuple[tuple[Check, ...], str | None]:
+    """The known answer of every kernel that may be tried here, the others by their reasons; and why
+    nothing can be measured any more, None where it can.
+    """
     if device.type == "cpu":
         # Emulators are what kernels are checked against.
-        return []
-    call = known_call(device)
-    refused: dict[str, str] = {}
+        return (), None
+    spec = known_call(device).spec()
+    found: dict[str, Check] = {}
+    tried = []
     for variant in variants:
-        here = unusable(variant)
-        reasons = [*variant.rejects(call.spec()), *([] if here is None else [here])]
-        if reasons:
-            refused[variant.name] = "; ".join(reasons)
-    tried = [variant for variant in variants if variant.name not in refused]
-    found = {check.kernel: check for check in known_answers(tried, device, budget)}
-    for variant in variants:
-        if why := refused.get(variant.name):
-            found[variant.name] = Check(
-                variant.name, variant.tier, "not for this machine", why, variant.withheld
-            )
-    return [found[variant.name] for variant in variants]
+        if reasons := refusals(variant, spec, recipes):
+            found[variant.name] = Check(variant.name, variant.tier, "refused", "; ".join(reasons))
+        else:
+            tried.append(variant)
+    lost = None
+    try:
+        for check in known_answers(tried, device, budget):
+            found[check.kernel] = check
+    except RuntimeError as error:
+        lost = LOST.format(said(error))
+    for variant in tried:
+        found.setdefault(variant.name, Check(variant.name, variant.tier, "left out", lost))
+    return tuple(found[variant.name] for variant in variants), lost

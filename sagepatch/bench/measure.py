@@ -22,9 +22,10 @@ from sagepatch.bench import check
 from sagepatch.bench.clock import Budget, Clock, runs_that_fit
 from sagepatch.bench.gpu import Load, Watch
 from sagepatch.bench.shapes import Shape
+from sagepatch.dispatch import Request, candidates
 from sagepatch.numerics.attention import exact
 from sagepatch.numerics.metrics import compare
-from sagepatch.spec import Call
+from sagepatch.spec import AttnSpec, Call
 from sagepatch.variant import Variant
 
 # Peers take turns this often, each this many runs at a time.
@@ -103,10 +104,12 @@ def kernels(device: torch.device, recipes: Sequence[str] = ()) -> list[Variant]:
     return sorted(filter(wanted, CATALOGUE), key=place)
 
 
-def refusals(variant: Variant, call: Call) -> list[str]:
-    """All reasons why a kernel cannot serve a call here."""
-    here = unusable(variant)
-    return [*variant.rejects(call.spec()), *([] if here is None else [here])]
+def refusals(variant: Variant, spec: AttnSpec, recipes: Sequence[str] = ()) -> tuple[str, ...]:
+    """All reasons why a kernel is not to be tried on a call here. One that `recipes` has by its
+    full name may be withheld, or made for another GPU and here for tests.
+    """
+    request = Request(variant.name if variant.name in recipes else "auto", emulate=True)
+    return candidates(spec, request, unusable, (variant,))[0].reasons
 
 
 def measure(
@@ -116,15 +119,16 @@ def measure(
     variants: Sequence[Variant],
     budget: Budget,
     clock: Clock | None = None,
+    recipes: Sequence[str] = (),
 ) -> Measured:
     """Measure exact attention and each of `variants` that serves `shape`, within a budget.
 
     A kernel is timed whole, quantising included, once it has agreed with its emulator. Without a
-    clock errors only. Raises what a device that is lost raises.
+    clock errors only. `recipes` are the names asked for. Raises what a device that is lost raises.
     """
     call = shape.call(device, dtype)
     name = call.spec().dtype
-    served = [variant for variant in variants if not refusals(variant, call)]
+    served = [variant for variant in variants if not refusals(variant, call.spec(), recipes)]
     peers = [_Peer(SDPA.name, partial(_exact, call), Row(shape.name, SDPA.name, name))]
     if clock is not None:
         peers += [
