@@ -162,3 +162,16 @@ def test_flux_on_two_gpus(tmp_path: Path) -> None:
             calls = 8 if case.degrees == RING else 4
             assert one.ran == {EXACT if case.variant == "exact" else case.variant: calls}
             assert not one.fallbacks
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_compiled_on_two_gpus(tmp_path: Path) -> None:
+    cases = [ModelCase("flux", ULYSSES, KERNEL), ModelCase("flux", RING, KERNEL)]
+    ranks = on_ranks(2, each, tmp_path, compiled, cases, "cuda", backend="nccl")
+    for case, told in zip(cases, zip(*ranks, strict=True), strict=True):
+        for one in told:
+            torch.testing.assert_close(one.out, one.restored, rtol=1e-3, atol=1e-3)
+            assert one.calls == [4 if case.degrees == RING else 2] * 4
+            assert set(one.ran) == {KERNEL}

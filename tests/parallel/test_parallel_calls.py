@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -172,6 +173,34 @@ def test_call_equals_that_of_one_process(name: str, told: dict[str, list[CallTol
     for one in told[name]:
         assert one.ran == {case.variant: 2 if ring else 1}
         assert not one.fallbacks
+
+
+ON_GPUS = (
+    *("bf16", "ring, bf16", "ring, merged in bf16", "ring, scale", "padding of two axes"),
+    *("uneven shares, 3 heads", "uneven shares in a ring", "by function mode"),
+)
+# A kernel sums in another order than the emulator does.
+KERNEL_SLACK = 1.15
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_calls_on_two_gpus(tmp_path: Path) -> None:
+    emulated = [SERVED[name] for name in ON_GPUS]
+    kernels = [replace(case, variant=f"triton.{case.variant[9:]}") for case in emulated]
+    ranks = on_ranks(2, each, tmp_path, one_call, kernels, "cuda", backend="nccl")
+    for case, kernel, told in zip(emulated, kernels, zip(*ranks, strict=True), strict=True):
+        parts = [one.out for one in told]
+        assert all(isinstance(part, Tensor) for part in parts), parts
+        out = torch.cat([part.cpu() for part in parts if isinstance(part, Tensor)], 1)
+        expected = one_process(case)
+        alone = error_of(one_process_patched(case), expected)
+        assert error_of(out, expected) < RING_SLACK * KERNEL_SLACK * alone
+        ring = "ring_degree" in case.degrees
+        for one in told:
+            assert one.ran == {kernel.variant: 2 if ring else 1}
+            assert not one.fallbacks
 
 
 @pytest.mark.slow
