@@ -211,6 +211,8 @@ def install(module: nn.Module, layer: PatchedLayer) -> Swap:
         ours = types.MethodType(_redirected, module)
         setattr(module, slot, ours)
     setattr(module, ATTRIBUTE, carrier)
+    for name, method in _ON_COPYING.items():
+        module.__dict__[name] = types.MethodType(method, module)
 
     def undo() -> None:
         if module.__dict__.get(ATTRIBUTE) is not carrier:
@@ -223,6 +225,8 @@ def install(module: nn.Module, layer: PatchedLayer) -> Swap:
             carrier.handle = None
             return
         delattr(module, ATTRIBUTE)
+        for name in _ON_COPYING:
+            module.__dict__.pop(name, None)
         if here is None:
             return
         if here == "forward" and before is None:
@@ -260,6 +264,54 @@ def _redirected(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 # A bound method pickles as getattr(instance, name): with this name a copy gets its class's forward.
 _redirected.__name__ = "forward"
+
+
+def _state_of_a_copy(self: nn.Module) -> Any:
+    """What copies and pickles of this instance take along: all but the patch. A method is bound to
+    the instance, so that a shallow copy would run the original's weights.
+    """
+    state = type(self).__getstate__(self)
+    if not isinstance(state, dict):
+        return state
+    state = {
+        name: value
+        for name, value in state.items()
+        if not name.startswith(ATTRIBUTE) and name not in _ON_COPYING
+    }
+    carrier = getattr(self, ATTRIBUTE, None)
+    for slot in _slots_of_ours(self):
+        inner = None if carrier is None else carrier.inner
+        if inner is None and slot == "forward":
+            del state[slot]
+        else:
+            state[slot] = inner or types.MethodType(type(self).forward, self)
+    return state
+
+
+def _replica(self: nn.Module) -> nn.Module:
+    """A replica of `nn.DataParallel`, of the same layer: it attends by its own method, over its own
+    weights.
+    """
+    replica: nn.Module = type(self)._replicate_for_data_parallel(self)
+    for slot in _slots_of_ours(self):
+        replica.__dict__[slot] = types.MethodType(_redirected, replica)
+    for name in _ON_COPYING:
+        del replica.__dict__[name]
+    return replica
+
+
+# `copy`, `pickle` and `nn.DataParallel` ask the instance for these.
+_ON_COPYING = {"__getstate__": _state_of_a_copy, "_replicate_for_data_parallel": _replica}
+
+
+def _slots_of_ours(module: nn.Module) -> list[str]:
+    """Where this instance holds its method of ours."""
+    found = ((slot, module.__dict__.get(slot)) for slot in ("forward", "_old_forward"))
+    return [
+        slot
+        for slot, method in found
+        if isinstance(method, types.MethodType) and method.__func__ is _redirected
+    ]
 
 
 def _entered(handle: Tensor) -> bool:

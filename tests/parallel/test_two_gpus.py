@@ -87,6 +87,20 @@ def test_a_language_model_over_both() -> None:
     assert torch.equal(first_output(model, given), plain)
 
 
+def test_replicas_of_data_parallel() -> None:
+    model, _ = long("cuda:0")
+    x = tokens(2048, 256, 4).to("cuda:0", torch.bfloat16)
+    patch = sagepatch.apply(model, variant=RECIPE)
+    halves = [run(model, half.contiguous()) for half in x.chunk(2)]
+    out = run(nn.DataParallel(model, [0, 1]), x)
+    assert torch.equal(out, torch.cat(halves))
+    # Each replica calls each layer once; two threads count.
+    assert all(set(layer.record.by_variant) == {KERNEL} for layer in patch.layers)
+    patch.restore()
+    exact = run(nn.DataParallel(model, [0, 1]), x)
+    assert 0 < ((out - exact).norm() / exact.norm()).item() < 0.1
+
+
 def test_two_models_in_two_threads() -> None:
     expected, found = {}, {}
     models = {device: long(device) for device in DEVICES}
