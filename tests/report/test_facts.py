@@ -73,7 +73,7 @@ def test_stops_hold_the_threshold_and_both_ends() -> None:
 
 @pytest.mark.parametrize("steps", [28, None])
 def test_errors_of_what_runs(steps: int | None) -> None:
-    calibration = table(1, steps=steps)
+    calibration = table(3, steps=steps)
     report = report_of_table(calibration)
     columns = steps_of(calibration.layers)
     for layer, row in zip(calibration.layers, report.layers, strict=True):
@@ -94,7 +94,7 @@ def test_errors_of_what_runs(steps: int | None) -> None:
 
 
 def test_the_page_begins_with_the_kind_of_plan_in_force() -> None:
-    calibration = table(1)
+    calibration = table(3)
     assert any(row.ranges for row in report_of_table(calibration).layers)
     assert _facts(calibration)["by_step"]
     flat = report_of_plan(calibration.plan(0.998, by_step=False)).with_calibration(calibration)

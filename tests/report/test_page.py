@@ -21,6 +21,8 @@ from report.browser import EXECUTABLE, Browser
 from report.tables import report_of_plan, report_of_table, table
 from report_rows import REPORT, ROW
 
+from sagepatch.calibration.cells import cells
+from sagepatch.calibration.planning import options
 from sagepatch.calibration.table import Calibration
 from sagepatch.patchers.site import Left
 from sagepatch.plan import Plan
@@ -77,7 +79,7 @@ def _telling(calibration: Calibration) -> list[float]:
 @pytest.mark.parametrize("by_step", [True, False], ids=["by-step", "throughout"])
 @pytest.mark.parametrize(
     ("seed", "steps", "timed"),
-    [(1, 28, True), (2, 28, False), (3, 50, True), (4, 4, True), (5, None, True), (6, 2, True)],
+    [(3, 28, True), (2, 28, False), (12, 50, True), (4, 4, True), (5, None, True), (6, 2, True)],
 )
 def test_the_page_solves_as_python_does(
     seed: int, steps: int | None, timed: bool, by_step: bool, opened: Open
@@ -175,6 +177,39 @@ def test_predictions_are_those_of_the_report(seed: int, opened: Open) -> None:
     assert "B: 0 fast, 0 safe, 7 exact; predicted error of the output 0.0 %; attention 1.00x" in (
         _text(page, "verdict")
     )
+
+
+@pytest.mark.parametrize("threshold", [0.9, 0.9985, 0.9997])
+def test_another_plan_is_predicted_by_its_own_times_and_errors(
+    threshold: float, opened: Open
+) -> None:
+    calibration = table(3)
+    page = opened(report_of_table(calibration).with_run_time(0.1))
+    page.run(f"moveTo({threshold})")
+    entries = calibration.plan(threshold).entries
+    now = calibration.plan(0.998).entries
+    exact, chosen, before = (
+        28 * sum(one or 0.0 for one in times)
+        for times in (
+            [entry.us_exact for entry in entries],
+            [entry.us_chosen for entry in entries],
+            [entry.us_chosen for entry in now],
+        )
+    )
+    squares = 0.0
+    for layer, entry in zip(calibration.layers, entries, strict=True):
+        for cell in cells(layer.rows, layer.samples > 1):
+            part = entry.range_at(cell.start)
+            name = entry.variant if part is None else part.variant
+            found = [one.error for one in options(layer, cell) if one.variant == name]
+            squares += found[0] ** 2 if cell.own and found else 0.0
+    assert exact != chosen
+    assert chosen != before
+    said = _text(page, "outcome")
+    assert f"predicted error of the output {100 * math.sqrt(squares):.1f} %" in said
+    assert f"attention {exact / chosen:.2f}x" in said
+    rest = 0.1e6 - before
+    assert f"whole run {(rest + exact) / (rest + chosen):.2f}x (predicted)" in said
 
 
 def test_two_plans_of_the_table(opened: Open) -> None:
