@@ -28,6 +28,16 @@ TENSOR = {
     "e4m3->f16": "E4M3, FP16 sums",
     "e4m3->f32": "E4M3, FP32 sums",
 }
+UNITS = {
+    "tensor": "tensor",
+    "exponentials": "exponentials",
+    "fma": "FP32 and half",
+    "alu": "integer, logic, conversions",
+    "shared": "shared memory",
+    "issue": "instructions",
+}
+# One recipe of each kind of sums.
+PLAIN = ("sage2pp_8", "sage2_8", "sage1_b", "sage1_b_f32", "sage1_vb", "sage2pp_4", "sage2_4_f16")
 Row = dict[str, str]
 
 
@@ -40,7 +50,8 @@ def rows(name: str = "machine_code.csv") -> list[Row]:
 def page() -> str:
     """The page's text."""
     found = rows()
-    parts = [_head(found), _rates(), _judged(found), _targets(found), _reading(found)]
+    parts = [_head(found), _rates(), _judged(found), _targets(found)]
+    parts += [_bounds(found), _reading(found)]
     return "\n\n".join(map(filled, parts)) + "\n"
 
 
@@ -187,6 +198,21 @@ def _targets(found: list[Row]) -> str:
 keys; `warps` a multiprocessor holds at once; ceilings in TOPS, predicted.
 
 {tables}
+"""
+
+
+def _bounds(found: list[Row]) -> str:
+    lines = [
+        (r["gpu"], f"`{r['recipe']}`", r["head_dim"], *(r[f"tops_{unit}"] for unit in UNITS))
+        for r in found
+        if r["gpu"] != MEASURED and r["recipe"] in PLAIN
+    ]
+    return f"""
+## The bound of each unit
+
+TOPS that a unit alone would allow, predicted; the least of a row is its ceiling.
+
+{markdown(("GPU", "recipe", "D", *UNITS.values()), lines)}
 """
 
 

@@ -1,0 +1,168 @@
+"""A static report on every CUDA attention kernel, from machine code compiled without a GPU:
+registers, spills, shared memory, occupancy, the instruction mix of the main loop, and the bound
+that each unit sets by the published rates of a GPU. A prediction: nothing here has run.
+
+    python benchmarks/machine_code_report.py
+
+Writes benchmarks/machine_code.csv; docs/machine-code.md reads it.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpu_rates import GPUS, Gpu, occupancy, unit_clocks
+from machine_code import Instruction, counted, disassembled, instructions, main_loop, mix
+
+from sagepatch.backends.cuda import attention_tiles
+from sagepatch.backends.cuda.build import Compiled, Program, compile_program, nvrtc_version
+from sagepatch.backends.cuda_mma import tiles as mma_tiles
+from sagepatch.backends.cuda_mma.instances import recipes
+from sagepatch.numerics.recipe import RECIPES
+
+COMMAND = "python benchmarks/machine_code_report.py"
+HEAD_DIMS = (64, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """One kernel on one GPU: `rows` queries of a warp against `keys` keys are a tile; a block of
+    threads takes `shared_bytes` beside what its machine code says.
+    """
+
+    family: str
+    recipe: str
+    head_dim: int
+    gpu: Gpu
+    program: Program
+    rows: int
+    keys: int
+    threads: int
+    shared_bytes: int
+
+    @property
+    def flops(self) -> int:
+        """Operations of a tile of one warp that count: both products."""
+        return 4 * self.rows * self.keys * self.head_dim
+
+
+def subjects() -> Iterator[Subject]:
+    """Every kernel of both families, plain calls, at the usual head sizes."""
+    for gpu in GPUS:
+        for head_dim in HEAD_DIMS:
+            if gpu.target == "sm_90a":
+                for name in attention_tiles.SERVED:
+                    recipe = RECIPES[name]
+                    made = attention_tiles.instance(
+                        recipe, head_dim, head_dim, attention_tiles.Options()
+                    )
+                    yield Subject(
+                        *("cuda", name, head_dim, gpu, made.program, 16),
+                        *(made.tile.block_n, made.tile.threads, made.shared_bytes),
+                    )
+                continue
+            for recipe in recipes(gpu.target):
+                one = mma_tiles.instance(
+                    recipe, head_dim, head_dim, gpu.target, mma_tiles.Options()
+                )
+                yield Subject(
+                    *("cuda_mma", recipe.name, head_dim, gpu, one.program, 16 * one.tile.m_tiles),
+                    *(one.tile.block_n, one.tile.threads, one.shared_bytes),
+                )
+
+
+def row(subject: Subject, compiled: Compiled) -> dict[str, Any]:
+    """The report on one kernel. Counts and clocks are of one tile of one warp."""
+    kernel = max(compiled.resources, key=lambda r: r.registers)
+    turn = main_loop(instructions(disassembled(compiled.cubin)))
+    tiles = tiles_in(turn, subject)
+    opcodes = mix(turn)
+    gpu = subject.gpu
+    clocks = {unit: busy / tiles for unit, busy in unit_clocks(turn, gpu).items()}
+    bound = max(clocks, key=clocks.__getitem__)
+    others = max(busy for unit, busy in clocks.items() if unit != "tensor")
+
+    def tops(busy: float) -> float:
+        return subject.flops / busy * gpu.clocks_a_second / 1e12
+
+    counts = {
+        "tensor_integer": sum(one.mma_flops > 0 and one.opcode[0] == "I" for one in turn),
+        "tensor_float": sum(one.mma_flops > 0 and one.opcode[0] != "I" for one in turn),
+        "mufu": counted(opcodes, "MUFU"),
+        "fp32": counted(opcodes, "FFMA", "FMUL", "FADD"),
+        "half_to_fp32": counted(opcodes, "HADD2.F32"),
+        "half": counted(opcodes, "HFMA2", "HMUL2", "HADD2") - counted(opcodes, "HADD2.F32"),
+        "to_narrow": counted(opcodes, "F2FP", "F2F"),
+        "int_to_float": counted(opcodes, "I2F", "I2FP"),
+        "max": counted(opcodes, "FMNMX", "FMNMX3", "IMNMX", "VIMNMX", "VIMNMX3"),
+        "shared_loads": counted(opcodes, "LDSM", "LDS"),
+        "copies": counted(opcodes, "LDGSTS"),
+        "shuffles": counted(opcodes, "SHFL"),
+    }
+    return {
+        "family": subject.family,
+        "recipe": subject.recipe,
+        "head_dim": subject.head_dim,
+        "gpu": gpu.name,
+        "target": gpu.target,
+        "rows": subject.rows,
+        "keys": subject.keys,
+        "threads": subject.threads,
+        "registers": kernel.registers,
+        "stack_bytes": kernel.stack_bytes,
+        "shared_bytes": subject.shared_bytes + kernel.shared_bytes,
+        "warps": occupancy(
+            gpu, kernel.registers, subject.shared_bytes + kernel.shared_bytes, subject.threads
+        ),
+        "instructions": round(len(turn) / tiles),
+        **{name: round(count / tiles) for name, count in counts.items()},
+        **{f"clocks_{unit}": f"{busy:.1f}" for unit, busy in clocks.items()},
+        **{f"tops_{unit}": f"{tops(busy):.0f}" for unit, busy in clocks.items()},
+        "bound": bound,
+        "predicted_tops": f"{tops(clocks[bound]):.0f}",
+        "predicted_tops_without_overlap": f"{tops(clocks['tensor'] + others):.0f}",
+        "nvrtc": ".".join(map(str, nvrtc_version() or ())),
+        "command": COMMAND,
+    }
+
+
+def tiles_in(turn: list[Instruction], subject: Subject) -> int:
+    """How many tiles one turn of the loop works off. Raises ValueError where its products are not
+    about a whole number of tiles.
+    """
+    ratio = sum(one.mma_flops for one in turn) / subject.flops
+    tiles = round(ratio)
+    # Row sums by the tensor core add a few columns.
+    if tiles < 1 or not 0 <= ratio / tiles - 1 < 0.07:
+        raise ValueError(f"{subject.recipe}: the loop holds {ratio:.2f} tiles")
+    return tiles
+
+
+def main() -> None:
+    """Compile, read and write every row."""
+    rows = []
+    compiled: dict[Program, Compiled] = {}
+    for subject in subjects():
+        if subject.program not in compiled:
+            compiled[subject.program] = compile_program(subject.program)
+        rows.append(row(subject, compiled[subject.program]))
+        one = rows[-1]
+        print(
+            f"{one['gpu']:9s} {one['recipe']:14s} {one['head_dim']:3d} {one['registers']:3d} reg "
+            f"{one['stack_bytes']:3d} B {one['warps']:2d} warps {one['instructions']:4d} "
+            f"{one['bound']:12s} {one['predicted_tops']:>5s} "
+            f"({one['predicted_tops_without_overlap']})",
+            flush=True,
+        )
+    with Path(__file__).with_name("machine_code.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
