@@ -24,7 +24,8 @@ GROUPED = "diffusers' context parallelism has no shared key heads"
 RING_MASK = (
     "a mask in a ring: each process holds that of its own keys, and diffusers passes no more"
 )
-QUERY_MASK = "a mask over queries or heads, which diffusers does not exchange between processes"
+QUERY_MASK = "a mask over queries, which diffusers does not exchange between processes"
+HEAD_MASK = "a mask over heads, whose uneven shares (ulysses_anything) only diffusers knows"
 
 
 def refusal(
@@ -46,8 +47,10 @@ def refusal(
         return None
     if shared.ring_degree > 1:
         return RING_MASK
-    over_keys = all(size == 1 for size in attn_mask.shape[-3:-1])
-    return None if over_keys else QUERY_MASK
+    if attn_mask.dim() > 1 and attn_mask.shape[-2] != 1:
+        return QUERY_MASK
+    by_head = attn_mask.dim() > 2 and attn_mask.shape[-3] != 1
+    return HEAD_MASK if by_head and shared.ulysses_anything else None
 
 
 def run_parallel(
@@ -62,7 +65,7 @@ def run_parallel(
     """Attention of this process's queries over the keys of all processes: [B, Sq, H, Dv].
 
     query [B, Sq, H, D], key [B, Skv, H, D] and value [B, Skv, H, Dv] are this process's share of
-    the tokens; `attn_mask` is over its keys, [B, 1, 1, Skv] or as broadcasts to it. Each process
+    the tokens; `attn_mask` is over its keys, [B, H, 1, Skv] or as broadcasts to it. Each process
     calls the layer of `handle` on what diffusers brings it: with Ulysses all tokens of some heads,
     in a ring once for each process's keys. Forward only: a backward raises `InvalidArgument`.
     """
@@ -72,7 +75,8 @@ def run_parallel(
         query,
         key,
         value,
-        attn_mask,
+        # Gathered from all processes, which takes no gaps.
+        None if attn_mask is None else attn_mask.contiguous(),
         scale=scale,
         forward_op=functools.partial(_attend, handle),
         backward_op=_refuse_backward,
@@ -103,6 +107,8 @@ def _attend(
 
     # In a ring the keys of others may still be on their way until now.
     query, key, value = (_wait_tensor(tensor) for tensor in (query, key, value))
+    if attn_mask is not None:
+        attn_mask = _of_own_heads(attn_mask, query.shape[2], _parallel_config)
     call = sdpa_call(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -118,6 +124,16 @@ def _attend(
     out, lse = run(replace(call, return_lse=return_lse), handle=handle)
     out = out.transpose(1, 2)
     return (out, lse.transpose(1, 2)) if return_lse else out
+
+
+def _of_own_heads(attn_mask: Tensor, heads: int, parallel_config: Any) -> Tensor:
+    """The part of a mask for the `heads` that Ulysses gave this process: diffusers exchanges its
+    keys and leaves all heads in it.
+    """
+    if attn_mask.dim() < 3 or attn_mask.shape[-3] in (1, heads):
+        return attn_mask
+    rank: int = parallel_config.context_parallel_config._ulysses_local_rank
+    return attn_mask.narrow(-3, rank * heads, heads)
 
 
 def _refuse_backward(*args: Any, **kwargs: Any) -> Any:

@@ -101,6 +101,27 @@ def test_wan_and_qwen_on_two_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_text_mask_that_is_repeated_for_each_head(tmp_path: Path) -> None:
+    # diffusers gives each process its heads of q, k and v, and all heads of the mask: unpatched,
+    # torch refuses it.
+    cases = [ModelCase("ltx", ULYSSES, variant, order) for variant, order in LTX_CASES]
+    expected = unpatched("ltx")
+    ranks = on_ranks(2, each, tmp_path, one_model, cases)
+    for case, told in zip(cases, zip(*ranks, strict=True), strict=True):
+        for one in told:
+            assert isinstance(one.out, Tensor), one.out
+            error = ((one.out - expected).norm() / expected.norm()).item()
+            assert error < (1e-5 if case.variant == "exact" else QUANTISED_ERROR)
+            assert not one.fallbacks
+            assert one.calls == [1] * 4
+            assert isinstance(one.restored, str)
+            assert "must match" in one.restored
+
+
+LTX_CASES = (("exact", True), (QUANTISED, False))
+
+
+@pytest.mark.slow
 def test_mask_in_a_ring_is_left_to_diffusers(tmp_path: Path) -> None:
     ranks = on_ranks(2, each, tmp_path, one_model, [ModelCase("qwen", RING, QUANTISED)])
     for (told,) in ranks:

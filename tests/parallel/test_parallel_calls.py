@@ -29,6 +29,7 @@ from sagepatch.patchers.diffusers_processors import Route, class_way
 from sagepatch.patchers.parallel import (
     CAUSAL,
     GROUPED,
+    HEAD_MASK,
     OTHER_KIND,
     QUERY_MASK,
     RING_MASK,
@@ -60,6 +61,12 @@ def tensors(
 def padding(S: int) -> Tensor:
     """[2, S]: the second sample ends early, in the second process's share."""
     return torch.arange(S)[None] < torch.tensor([[S], [S - S // 4]])
+
+
+def by_head(S: int) -> Tensor:
+    """[2, 4, 1, S]: each head of each sample keeps another number of keys."""
+    kept = S - torch.arange(8).view(2, 4, 1, 1) * 5
+    return torch.arange(S).view(1, 1, 1, S) < kept
 
 
 def one_process(case: CallCase) -> Tensor:
@@ -104,6 +111,14 @@ SERVED: dict[str, CallCase] = {
         *tensors(),
         {"attn_mask": torch.where(padding(64), 0.0, -1e4)[:, None, None]},
     ),
+    # Another share of the keys for each head.
+    "padding by head": CallCase(ULYSSES, INT8, *tensors(), {"attn_mask": by_head(64)}),
+    "additive, by head": CallCase(
+        ULYSSES, EXACT, *tensors(), {"attn_mask": torch.where(by_head(64), 0.0, -1e4)}
+    ),
+    "padding of one sample for two": CallCase(
+        ULYSSES, INT8, *tensors(), {"attn_mask": padding(64)[1:, None, None].expand(2, 1, 1, 64)}
+    ),
     "uneven shares, 3 heads": CallCase(ANY_ULYSSES, INT8, *tensors(S=65, H=3)),
     "uneven shares in a ring": CallCase(ANY_RING, INT8, *tensors(S=65, H=3)),
     "by function mode": CallCase(ULYSSES, INT8, *tensors(), redirected=True),
@@ -111,6 +126,8 @@ SERVED: dict[str, CallCase] = {
         ANY_ULYSSES, INT8, *tensors(S=65), {"attn_mask": padding(65)[:, None, None]}
     ),
 }
+# Keys are smoothed around the mean of those that some head sees: some heads see fewer than all do.
+OTHER_MEANS = ("padding by head",)
 # A ring quantises the keys of each process apart, around a mean of their own: about as well.
 RING_SLACK = 1.1
 # Of an exact ring: sums in FP32, in another order.
@@ -163,7 +180,7 @@ def test_call_equals_that_of_one_process(name: str, told: dict[str, list[CallTol
     out = torch.cat([part for part in parts if isinstance(part, Tensor)], 1)
     assert out.dtype == case.v.dtype
     alone = one_process_patched(case)
-    if "ring_degree" in case.degrees:
+    if "ring_degree" in case.degrees or name in OTHER_MEANS:
         expected = one_process(case)
         error, allowed = error_of(out, expected), RING_SLACK * error_of(alone, expected)
         assert error < max(allowed, FP32_ERROR)
@@ -243,15 +260,15 @@ def test_every_model_with_a_plan_for_it_is_reached_by_its_dispatcher() -> None:
         assert {class_way(kind).route for kind in processors} == {Route.DISPATCH}, file
 
 
-def config(ulysses: int = 1, ring: int = 1) -> Any:
-    degrees = SimpleNamespace(ulysses_degree=ulysses, ring_degree=ring)
+def config(ulysses: int = 1, ring: int = 1, anything: bool = False) -> Any:
+    degrees = SimpleNamespace(ulysses_degree=ulysses, ring_degree=ring, ulysses_anything=anything)
     return SimpleNamespace(context_parallel_config=degrees)
 
 
 def test_reasons_need_no_processes() -> None:
     q, k, _ = tensors()
     keys, rows, heads = (torch.ones(*s) for s in ((2, 1, 1, 64), (2, 1, 64, 64), (2, 4, 1, 64)))
-    two, ring, both = config(2), config(1, 2), config(2, 2)
+    two, ring, both, uneven = config(2), config(1, 2), config(2, 2), config(2, anything=True)
     assert refusal(q, k, None, False, object()) == OTHER_KIND
     assert refusal(q, k, None, False, SimpleNamespace(context_parallel_config=None)) == OTHER_KIND
     for shared in (two, ring, both):
@@ -261,8 +278,12 @@ def test_reasons_need_no_processes() -> None:
     for mask in (keys, keys[0, 0, 0], keys[:1]):
         assert refusal(q, k, mask, False, two) is None
         assert refusal(q, k, mask, False, ring) == refusal(q, k, mask, False, both) == RING_MASK
-    for mask in (rows, rows[0, 0], heads, heads[0]):
+    for mask in (rows, rows[0, 0], rows.expand(2, 4, 64, 64)):
         assert refusal(q, k, mask, False, two) == QUERY_MASK
+    for mask in (heads, heads[0]):
+        assert refusal(q, k, mask, False, two) is None
+        assert refusal(q, k, mask, False, uneven) == HEAD_MASK
+        assert refusal(q, k, mask, False, ring) == RING_MASK
 
 
 def test_a_backward_is_refused_in_a_sentence() -> None:

@@ -12,6 +12,7 @@ from diffusers import ContextParallelConfig, QwenImageTransformer2DModel
 
 # Loaded here, and so before the ranks fork, not in each of them.
 from diffusers import FluxTransformer2DModel as FluxTransformer2DModel
+from diffusers import LTXVideoTransformer3DModel as LTXVideoTransformer3DModel
 from diffusers import WanTransformer3DModel as WanTransformer3DModel
 from diffusers.models._modeling_parallel import ParallelConfig
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
@@ -108,7 +109,32 @@ def qwen_image() -> tuple[nn.Module, Inputs]:
     }
 
 
-MODELS = {"flux": tiny_flux, "wan": tiny_wan, "qwen": qwen_image}
+def ltx_video() -> tuple[nn.Module, Inputs]:
+    """Two prompts of unequal length: a mask of cross-attention, repeated for each head."""
+    torch.manual_seed(0)
+    model = LTXVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=4,
+        attention_head_dim=16,
+        cross_attention_dim=64,
+        num_layers=2,
+        caption_channels=32,
+    ).eval()
+    mask = torch.ones(2, 10, dtype=torch.long)
+    mask[1, 4:] = 0
+    return model, {
+        "hidden_states": _noise(2, 32, 4),
+        "encoder_hidden_states": _noise(2, 10, 32, seed=2),
+        "encoder_attention_mask": mask,
+        "timestep": torch.tensor([500, 500]),
+        "num_frames": 2,
+        "height": 4,
+        "width": 4,
+    }
+
+
+MODELS = {"flux": tiny_flux, "wan": tiny_wan, "qwen": qwen_image, "ltx": ltx_video}
 
 
 def each(rank: int, work: Callable[..., Any], cases: list[Any], device: str = "cpu") -> list[Any]:
@@ -229,5 +255,5 @@ def tried(call: Callable[[], Tensor]) -> Tensor | str:
     """What a call returns, or the text of the error that it raises."""
     try:
         return call().cpu()
-    except (ValueError, sagepatch.errors.StrictFallback) as error:
+    except (ValueError, RuntimeError, sagepatch.errors.StrictFallback) as error:
         return f"{type(error).__name__}: {error}"
