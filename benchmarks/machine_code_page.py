@@ -50,7 +50,7 @@ def rows(name: str = "machine_code.csv") -> list[Row]:
 def page() -> str:
     """The page's text."""
     found = rows()
-    parts = [_head(found), _rates(), _judged(found), _targets(found)]
+    parts = [_head(found), _rates(found), _judged(found), _targets(found)]
     parts += [_bounds(found), _reading(found)]
     return "\n\n".join(map(filled, parts)) + "\n"
 
@@ -77,7 +77,7 @@ not yet run on them; [send us numbers](send-us-numbers.md) if you own one.
 """
 
 
-def _rates() -> str:
+def _rates(found: list[Row]) -> str:
     shown = [gpu for gpu in GPUS if gpu.name != MEASURED]
 
     def tensor(gpu: Gpu, kind: str) -> str:
@@ -96,6 +96,20 @@ def _rates() -> str:
         ("instructions", *("128" for _ in shown)),
     ]
     head = ("a clock and multiprocessor", *(f"{gpu.name}, {gpu.target}" for gpu in shown))
+    # On the unit of the exponentials, which has 16 lanes: two clocks an instruction.
+    slower = [
+        r
+        for r in found
+        if r["gpu"] != MEASURED
+        and float(r["clocks_exponentials"]) + 2 * int(r["to_narrow"])
+        > max(float(r[f"clocks_{unit}"]) for unit in UNITS)
+    ]
+    share = (
+        "no ceiling below would be lower"
+        if not slower
+        else "the ceilings below would be lower for "
+        + ", ".join(f"`{r['recipe']}` (D {r['head_dim']}, {r['gpu']})" for r in slower)
+    )
     return f"""
 ## Rates
 
@@ -103,7 +117,8 @@ Operations of a tensor core, lanes of the other units. Tensor cores, multiproces
 those of NVIDIA's architecture papers (a test recomputes their peaks from them), arithmetic is that
 of the CUDA C++ Best Practices Guide, "Throughput of Native Arithmetic Instructions". Two rates are
 not published and taken from an H200, where we measured them: 64 packed conversions (F2FP) and 64
-conversions of a half to FP32 (HADD2.F32).
+conversions of a half to FP32 (HADD2.F32). If packed conversions ran at the 16 a clock that the
+guide lists for single ones on sm_120, {share}.
 
 {markdown(head, lines)}
 
@@ -242,7 +257,7 @@ def _reading(found: list[Row]) -> str:
         else "Shared memory binds no kernel on an A100."
     )
     spilled = [
-        f"`{r['recipe']}` D {r['head_dim']} {r['target']} ({r['stack_bytes']} B)"
+        f"`{r['recipe']}` D {r['head_dim']} {r['target']} ({r['stack_bytes']}, {r['local']})"
         for r in found
         if r["gpu"] != MEASURED and int(r["stack_bytes"])
     ]
@@ -257,7 +272,7 @@ The fastest recipe by GPU, predicted from figures without overlap to ceilings, T
 the rate there, which is what FP16 sums (`sage1_*` on Ampere, `sage2pp_*` on Ada and Blackwell) win
 back.
 - {shared}
-- Memory of a thread outside its registers: {", ".join(spilled) or "none"}.
+- Spilled registers, bytes a thread and accesses in the main loop: {", ".join(spilled) or "none"}.
 
 [The CUDA kernels](kernels-cuda.md) · [ablations](ablations.md) · [send us
 numbers](send-us-numbers.md)

@@ -102,6 +102,7 @@ def row(subject: Subject, compiled: Compiled) -> dict[str, Any]:
         "shared_loads": counted(opcodes, "LDSM", "LDS"),
         "copies": counted(opcodes, "LDGSTS"),
         "shuffles": counted(opcodes, "SHFL"),
+        "local": counted(opcodes, "LDL", "STL"),
     }
     return {
         "family": subject.family,
