@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from sagepatch.calibration.merge import check_alike, merged
+from sagepatch.calibration.pace import Pace
 from sagepatch.calibration.table import Calibration
 from sagepatch.dispatch import Request
-from sagepatch.env import disabled, set_log_level
-from sagepatch.errors import InvalidArgument, MachineError, NothingPatched
+from sagepatch.env import Machine, disabled, set_log_level
+from sagepatch.errors import InvalidArgument, MachineError, NothingPatched, PlanError
 from sagepatch.layer import Guard, Policy
 from sagepatch.patch import Patch, patches_on
 from sagepatch.patchers.model import Parts, fingerprint, parts_of, search
@@ -121,15 +127,30 @@ def calibrate(
     run: Callable[[], object] | None = None,
     *,
     prompts: Sequence[str] | None = None,
+    table: str | os.PathLike[str] | None = None,
     components: Sequence[str] | None = None,
     emulate: bool = False,
 ) -> Calibration:
     """Measure every layer's kernels while `run()` runs (or the pipeline draws each of `prompts`).
 
-    Each layer is measured on its 1st, 2nd, 4th, 8th, 16th ... call. Outputs meanwhile are exact and
-    the model comes back unpatched, whatever happens. Ctrl-C ends the run and keeps what was
-    measured. Returns the full table of measurements; `calibration.plan(threshold)` solves it
-    without running anything.
+    In a pipeline up to 8 denoising steps are measured, spread over the schedule, as many as the
+    run's own time pays for, the first and the last always; elsewhere a layer's 1st, 2nd, 4th, 8th
+    ... call. Outputs meanwhile are exact and the model comes back unpatched, whatever happens.
+    Ctrl-C ends the run and keeps what was measured. Returns the full table of measurements;
+    `calibration.plan(threshold)` solves it without running anything.
+
+    Args:
+        model: a diffusers pipeline or any `nn.Module`.
+        run: makes the calls to measure.
+        prompts: what the pipeline is to draw instead, one after the other.
+        table: a file that keeps the measurements after each generation. Where it exists already the
+            calibration goes on from it: prompts that it holds are not drawn again.
+        components: parts of a pipeline to measure instead of the denoisers, by name.
+        emulate: measure emulated kernels: slow, for a machine without a GPU.
+
+    Raises:
+        PlanError: `table` is of another model, or no table.
+        InvalidArgument: it was made on another GPU or with other versions, whose times do not hold.
 
     >>> calibration = sagepatch.calibrate(pipe, run=lambda: pipe("a prompt"))
     >>> plan = calibration.plan(threshold=0.998)
@@ -140,31 +161,88 @@ def calibrate(
         raise InvalidArgument(f"prompts is one string: pass a list, [{prompts!r}]")
     if prompts and isinstance(model, nn.Module):
         raise InvalidArgument("prompts are for pipelines; for one model give run=<a callable>")
+    runs: list[tuple[str, Callable[[], object]]] = [] if run is None else [("", run)]
+    runs += [(run_name(prompt), partial(model, prompt)) for prompt in prompts or ()]
+    return calibrate_runs(model, runs, table=table, components=components, emulate=emulate)
+
+
+def run_name(*facts: object) -> str:
+    """The name of a generation in a table: a short hash of what makes it, its prompt and seed."""
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:8]
+
+
+def calibrate_runs(
+    model: Any,
+    runs: Iterable[tuple[str, Callable[[], object]]],
+    *,
+    table: str | os.PathLike[str] | None = None,
+    components: Sequence[str] | None = None,
+    emulate: bool = False,
+) -> Calibration:
+    """`calibrate` for generations that have names: those that `table` holds are not run again. A
+    run without a name ("") always runs.
+    """
     if disabled():
         raise MachineError("SAGEPATCH_DISABLE is set, so nothing can be measured: unset it")
     set_log_level()
+    kept = Calibration.load(table) if table is not None and Path(table).exists() else None
     parts = parts_of(model, components)
     with _replacing_earlier(parts):
         found = search(parts)
         if not found.sites:
             raise NothingPatched(_nothing(parts, found))
         mark = fingerprint(parts, found)
+        if kept is not None:
+            _check_table(kept, mark, emulate, os.fspath(table or ""))
         patch = Patch(parts, found, Policy(emulate=emulate), DEFAULT_THRESHOLD, mark=mark)
-    patch.calibrate_itself(lock_when_done=False)
+    pace = Pace()
+    patch.calibrate_itself(pace)
+    done: list[str] = []
+
+    def measured() -> Calibration:
+        now = replace(patch.calibration(), runs=tuple(done))
+        return now if kept is None else merged((kept, now))
+
     try:
-        if run is not None:
-            run()
-        for prompt in prompts or ():
-            model(prompt)
+        for name, run in runs:
+            if kept is not None and name in kept.runs:
+                logger.info("sagepatch: run %s was measured before", name)
+                continue
+            with pace.running(name):
+                run()
+            done += [name] if name else []
+            if table is not None:
+                measured().save(table)
     except KeyboardInterrupt:
-        if all(layer.samples == 0 for layer in patch.calibration().layers):
+        if all(layer.samples == 0 for layer in measured().layers):
             raise
         logger.warning("sagepatch: interrupted, what was measured so far is kept")
     finally:
         patch.restore()
         # Patches that the run made and left.
         restore(model)
-    return patch.calibration()
+        if table is not None and any(layer.samples for layer in patch.calibration().layers):
+            measured().save(table)
+    return measured()
+
+
+def _check_table(kept: Calibration, mark: str, emulate: bool, path: str) -> None:
+    """Refuse to go on from measurements of another model, GPU, version or setting."""
+    if kept.fingerprint != mark:
+        raise PlanError(
+            f"{path} was measured on another model ({kept.model}, structure {kept.fingerprint}; "
+            f"this one is {mark}): name another file"
+        )
+    here = Machine.here()
+    versions = dict(here.versions)
+    now = replace(kept, emulated=emulate, gpu=here.gpu_name, versions=versions)
+    try:
+        check_alike((kept, now))
+    except InvalidArgument as error:
+        raise InvalidArgument(
+            f"{path} cannot be gone on from: {error}; name another file, or follow its plan, "
+            "which is timed again here"
+        ) from None
 
 
 @contextmanager

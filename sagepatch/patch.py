@@ -17,9 +17,10 @@ from sagepatch.backends.catalogue import BY_NAME, SDPA
 from sagepatch.calibration.capture import LayerCalibration
 from sagepatch.calibration.choose import FEWEST_SAMPLES
 from sagepatch.calibration.measure import Stopwatch
+from sagepatch.calibration.pace import Pace
 from sagepatch.calibration.planning import entry_at
 from sagepatch.calibration.reuse import FirstLook, TimeAgain, emulation, native, stale
-from sagepatch.calibration.table import Calibration, LayerTable
+from sagepatch.calibration.table import Calibration
 from sagepatch.dispatch import Request
 from sagepatch.env import Machine
 from sagepatch.layer import UNPLACED, PatchedLayer, Policy
@@ -71,6 +72,7 @@ class Patch:
         self._sites = found.sites
         self._swaps: list[Swap] = []
         self._stopwatch = Stopwatch()
+        self._pace: Pace | None = None
         self._tables: dict[str, LayerCalibration] = {}
         self._entries: dict[str, PlanEntry] = {}
         self.install()
@@ -106,7 +108,7 @@ class Patch:
     def calibration(self) -> Calibration:
         """Everything measured so far; empty for a patch that follows a plan or a variant."""
         rows = tuple(
-            LayerTable(layer.name, layer.kind, tuple(self._tables[layer.name].rows))
+            self._tables[layer.name].table(layer)
             for layer in self.layers
             if layer.name in self._tables
         )
@@ -118,6 +120,8 @@ class Patch:
             machine.gpu_name,
             dict(machine.versions),
             rows,
+            run_seconds=0.0 if self._pace is None else self._pace.run_seconds,
+            measuring_seconds=0.0 if self._pace is None else self._pace.measuring_seconds,
         )
 
     def report(self) -> Report:
@@ -250,10 +254,13 @@ class Patch:
         for layer in self.layers:
             layer.run_with(request, f"variant={request.variant!r} was asked for")
 
-    def calibrate_itself(self, *, lock_when_done: bool = True) -> None:
-        """Let every layer measure its kernels on its first calls, or on calls without end."""
+    def calibrate_itself(self, pace: Pace | None = None) -> None:
+        """Let every layer measure its kernels on its first calls, or on those that a pace says,
+        without end.
+        """
+        self._pace = pace
         for layer in self.layers:
-            self._measure(layer, lock_when_done=lock_when_done)
+            self._measure(layer)
 
     def __enter__(self) -> Patch:
         # A second `with` on one patch: without this the model would run unpatched without a word.
@@ -277,11 +284,11 @@ class Patch:
         left = f", {len(self.left)} left alone" if self.left else ""
         return f"<Patch of {self.parts.label}: {counts}{left}, {state}>"
 
-    def _measure(self, layer: PatchedLayer, *, lock_when_done: bool = True) -> None:
+    def _measure(self, layer: PatchedLayer) -> None:
         # A second thread may come here for the same first call: keep what the first one began.
-        table = self._tables.setdefault(
-            layer.name, LayerCalibration(self._stopwatch, self._settle if lock_when_done else None)
-        )
+        done = self._settle if self._pace is None else None
+        made = LayerCalibration(self._stopwatch, done, self._pace)
+        table = self._tables.setdefault(layer.name, made)
         self._entries.pop(layer.name, None)
         layer.reason = "still calibrating: exact until it has seen enough calls"
         layer.observer = table.observe
@@ -292,8 +299,7 @@ class Patch:
             self._take(layer, self._entries[layer.name])
             return
         # The calls on the way to a lock are the first ones: they say nothing of later steps.
-        row = LayerTable(layer.name, layer.kind, tuple(table.rows))
-        self._take(layer, entry_at(row, self.threshold, by_step=False))
+        self._take(layer, entry_at(table.table(layer), self.threshold, by_step=False))
         if self._worth_keeping():
             keep_plan(self.plan(), self.machine)
 

@@ -154,15 +154,7 @@ class Plan:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan; raises `PlanError` for anything but a plan that this version understands."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise PlanError(f"cannot read the plan {os.fspath(path)}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise PlanError(f"{os.fspath(path)} is no text, so no plan: {error.reason}") from error
-        except ValueError as error:  # a path that no system can have
-            raise PlanError(f"cannot read the plan {os.fspath(path)!r}: {error}") from error
-        return cls.from_json(text, os.fspath(path))
+        return cls.from_json(read_text(path), os.fspath(path))
 
     @classmethod
     def from_json(cls, text: str, origin: str = "plan") -> Plan:
@@ -223,6 +215,18 @@ def alike(shape: str, spec: AttnSpec, factor: float) -> bool:
     ) == _OFFSET.sub(r"\1", now["rest"])
     lengths = [sorted((int(measured[axis]), int(now[axis]))) for axis in ("q", "kv")]
     return same and all(longer <= factor * shorter for shorter, longer in lengths)
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """The text of a plan's or a table's file; raises `PlanError` with one sentence."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"cannot read the plan {os.fspath(path)}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{os.fspath(path)} is no text, so no plan: {error.reason}") from error
+    except ValueError as error:  # a path that no system can have
+        raise PlanError(f"cannot read the plan {os.fspath(path)!r}: {error}") from error
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

@@ -14,18 +14,22 @@ from torch import Tensor
 
 from sagepatch.backends.catalogue import CATALOGUE, SDPA
 from sagepatch.backends.selfcheck import failure
+from sagepatch.calibration.diagnose import diagnosed
+from sagepatch.calibration.keeping import kept
 from sagepatch.calibration.measure import Stopwatch, measure
-from sagepatch.calibration.sample import HeadErrors, Sample
+from sagepatch.calibration.pace import Pace, Timing, power_of_two
+from sagepatch.calibration.sample import HeadErrors, Remedy, Sample
 from sagepatch.calibration.statistics import statistics
+from sagepatch.calibration.table import LayerTable
 from sagepatch.dispatch import Request, candidates, wide_stays_exact
 from sagepatch.errors import KernelUnavailable, MachineError
 from sagepatch.layer import PatchedLayer
 from sagepatch.ops import run_exact
+from sagepatch.schedule import Place
 from sagepatch.spec import AttnSpec, Call
 from sagepatch.variant import Variant
 
-# The calls of a layer that are measured; the calls between them run exact. After the last the layer
-# locks. A calibration without an end goes on at each power of two.
+# The calls of a layer that are measured before it locks; the calls between them run exact.
 SAMPLED_CALLS = (1, 2, 4, 8)
 # What calibration tries unless told otherwise, best first: 8-bit recipes of the fast tier and those
 # of the safe one. 4-bit recipes cost accuracy without being faster on most GPUs.
@@ -43,13 +47,17 @@ EMULATED_RECIPES = ("sage2pp_8", "sage2_8", "sage1_b", "sage1_b_f32")
 class LayerCalibration:
     """The measurements of one layer; its `observe` is the observer of a `PatchedLayer`.
 
-    `done(layer)` is called once, after the last sampled call; without it there is no last one.
+    Without `pace` the 1st, 2nd, 4th and 8th call are measured and `done(layer)` is called after the
+    last of them; with it the pace says what is measured, without an end.
     """
 
     stopwatch: Stopwatch
     done: Callable[[PatchedLayer], None] | None = None
+    pace: Pace | None = None
     rows: list[Sample] = field(default_factory=list)
+    remedies: tuple[Remedy, ...] = ()
     calls: int = 0
+    _step: tuple[str, int | None, int] = ("", None, 0)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def observe(self, layer: PatchedLayer, call: Call) -> tuple[Tensor, Tensor | None]:
@@ -63,8 +71,9 @@ class LayerCalibration:
         if self._lock.acquire(blocking=False):
             try:
                 self.calls += 1
-                if self.calls & (self.calls - 1) == 0:
-                    self._sample(layer, call, out)
+                place = layer.schedule.place()
+                if self._due(place):
+                    self._sample(layer, call, out, place)
                 finished = self.calls == SAMPLED_CALLS[-1]
             finally:
                 self._lock.release()
@@ -74,21 +83,49 @@ class LayerCalibration:
 
     @property
     def samples(self) -> int:
-        """How many calls were measured."""
+        """How many samples are held."""
         return len(self.rows)
 
-    def _sample(self, layer: PatchedLayer, call: Call, exact: Tensor) -> None:
+    def table(self, layer: PatchedLayer) -> LayerTable:
+        """What was measured so far, frozen."""
+        return LayerTable(layer.name, layer.kind, tuple(self.rows), self.remedies)
+
+    def _due(self, place: Place | None) -> bool:
+        if self.pace is None:
+            return power_of_two(self.calls)
+        # Counts anew in each step, and in each run where there is no schedule.
+        step = (self.pace.run, None if place is None else place.step)
+        count = self._step[2] + 1 if self._step[:2] == step else 1
+        self._step = (*step, count)
+        return self.pace.due(place, count)
+
+    def _sample(self, layer: PatchedLayer, call: Call, exact: Tensor, place: Place | None) -> None:
+        pace = self.pace or Pace()
+        with pace.measuring(place, call.q.device) as timing:
+            row = self._measured(layer, call, exact, place, timing)
+        self.rows[:] = kept([*self.rows, replace(row, run=pace.run)])
+
+    def _measured(
+        self,
+        layer: PatchedLayer,
+        call: Call,
+        exact: Tensor,
+        place: Place | None,
+        timing: Timing,
+    ) -> Sample:
         spec = call.spec()
-        tried = candidate_variants(spec, layer)
-        # Where emulations may win, times decide nothing.
-        timed = bool(tried) and not layer.policy.emulate
-        us_exact = self.stopwatch.us(SDPA, call, spec) if timed else None
+        with timing.running():
+            tried = candidate_variants(spec, layer)
+            # Where emulations may win, times decide nothing.
+            timed = bool(tried) and not layer.policy.emulate
+            us_exact = self.stopwatch.us(SDPA, call, spec) if timed else None
         errors: dict[str, HeadErrors] = {}
         for variant in tried:
             try:
-                row = measure(variant, call, exact)
-                if timed:
-                    row = replace(row, us=self.stopwatch.us(variant, call, spec))
+                # First, as the first use of a kernel compiles it.
+                with timing.running():
+                    us = self.stopwatch.us(variant, call, spec) if timed else None
+                row = replace(measure(variant, call, exact), us=us)
             except torch.OutOfMemoryError:
                 # The call itself fitted: only the measuring did not, so the run goes on.
                 layer.record.note(f"{variant.name} did not fit in memory while measured: {spec}")
@@ -101,19 +138,18 @@ class LayerCalibration:
                 error.add_note(f"raised by {variant.name}, measured in layer {layer.name}: {spec}")
                 raise
             errors[variant.name] = row
-        place = layer.schedule.place()
-        self.rows.append(
-            Sample(
-                call=self.calls,
-                step=None if place is None else place.step,
-                steps=None if place is None else place.steps,
-                shape=str(spec),
-                dtype=spec.dtype,
-                errors=errors,
-                statistics=statistics(call),
-                us_exact=us_exact,
-            )
+        made = Sample(
+            call=self.calls,
+            step=None if place is None else place.step,
+            steps=None if place is None else place.steps,
+            shape=str(spec),
+            dtype=spec.dtype,
+            errors=errors,
+            statistics=statistics(call),
+            us_exact=us_exact,
         )
+        self.remedies = diagnosed(call, exact, made, self.remedies)
+        return made
 
 
 def refuse_capture(layer: PatchedLayer, call: Call, state: str) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from statistics import median_high
 
 from sagepatch.backends.catalogue import BY_NAME, SDPA
+from sagepatch.calibration.remedies import gained
 from sagepatch.calibration.sample import HeadErrors, Sample
 from sagepatch.numerics.recipe import TIERS
 from sagepatch.variant import Variant
@@ -88,16 +89,23 @@ def refusal(summary: Summary, threshold: float) -> str | None:
     """Why a candidate is not admissible at `threshold`, None when it is; monotone."""
     if not summary.finite:
         return "not finite"
+    where = f"head {summary.worst_head}, {_place(summary)}"
+    return too_far(summary.cosine, summary.rel_l1, summary.norm_ratio, threshold, where)
+
+
+def too_far(
+    cosine: float, rel_l1: float, norm_ratio: float, threshold: float, where: str
+) -> str | None:
+    """Which bound of `threshold` these errors break, None for none; `where` tells of the cosine."""
     if threshold <= 0:
         return None
     bound = error_bound(threshold)
-    if not summary.cosine >= threshold:
-        where = f"head {summary.worst_head}, {_place(summary)}"
-        return f"cosine {summary.cosine:.5f} < {threshold:g} ({where})"
-    if not summary.rel_l1 <= bound:
-        return f"relative L1 {summary.rel_l1:.4f} > {bound:.4f}"
-    if not abs(summary.norm_ratio - 1) <= bound:
-        return f"norm ratio {summary.norm_ratio:.4f}, off by more than {bound:.4f}"
+    if not cosine >= threshold:
+        return f"cosine {cosine:.5f} < {threshold:g} ({where})"
+    if not rel_l1 <= bound:
+        return f"relative L1 {rel_l1:.4f} > {bound:.4f}"
+    if not abs(norm_ratio - 1) <= bound:
+        return f"norm ratio {norm_ratio:.4f}, off by more than {bound:.4f}"
     return None
 
 
@@ -139,14 +147,19 @@ def choose(
 
 
 def _why_admitted(best: Summary, refused: Mapping[str, str | None], merit: str) -> str:
-    better = _rank(BY_NAME[best.variant])
+    chosen = BY_NAME[best.variant]
+    better = _rank(chosen)
     passed_over = [
-        f"{name} refused: {why}"
+        (name, why)
         for name, why in refused.items()
         if why is not None and _rank(BY_NAME[name]) < better
     ]
     where = f"cosine {best.cosine:.5f} in the worst head ({_place(best)})"
-    return "; ".join([f"{where}, {merit}", *passed_over])
+    told = [f"{name} refused: {why}" for name, why in passed_over]
+    if passed_over:
+        remedies = gained(BY_NAME[passed_over[0][0]].recipe, chosen.recipe)
+        told += [f"remedy: {', '.join(remedies)}"] if remedies else []
+    return "; ".join([f"{where}, {merit}", *told])
 
 
 def _place(summary: Summary) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sagepatch.backends import load
+from sagepatch.calibration.pieces import rows_of, spans, taken
 from sagepatch.calibration.sample import HeadErrors
 from sagepatch.numerics.metrics import Metrics, compare
 from sagepatch.spec import AttnSpec, Call
@@ -18,6 +19,9 @@ from sagepatch.variant import Variant
 # for a worst head, and the double-precision copies stay far below one layer's tensors.
 COMPARED_ROWS = 4096
 COMPARED_NUMBERS = 1 << 21
+# Emulations are measured on so many runs of so many query rows.
+EMULATED_RUNS = 3
+EMULATED_ROWS = 128
 # One time is the median of up to so many runs; a long kernel is run fewer times.
 TIMED_RUNS = 5
 FEWEST_RUNS = 2
@@ -29,9 +33,16 @@ Timer = Callable[[Callable[[], object], torch.device], float]
 
 
 def measure(variant: Variant, call: Call, exact: Tensor) -> HeadErrors:
-    """Run `variant` on `call` and compare with `exact` [B, Hq, Sq, Dv]; nothing is timed."""
-    out, _ = load(variant.entry)(call, variant.recipe)
-    return head_errors(out, exact)
+    """Run `variant` on `call` and compare with `exact` [B, Hq, Sq, Dv]; nothing is timed.
+
+    An emulation, which is slow, runs on some of the query rows of a long call only.
+    """
+    kernel = load(variant.entry)
+    if variant.toolchain != "emulated" or call.packed:
+        return head_errors(kernel(call, variant.recipe)[0], exact)
+    parts = spans(call.q.shape[2], EMULATED_RUNS, EMULATED_ROWS)
+    out, _ = kernel(rows_of(call, parts), variant.recipe)
+    return head_errors(out, taken(exact, parts))
 
 
 def head_errors(out: Tensor, exact: Tensor) -> HeadErrors:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from sagepatch.calibration.keeping import kept
 from sagepatch.calibration.sample import Sample
 from sagepatch.errors import InvalidArgument
 
@@ -35,12 +36,7 @@ def merged(calibrations: Sequence[Calibration]) -> Calibration:
     be merged, times could not.
     """
     first = calibrations[0]
-    for name, words in _SHARED.items():
-        found = list(dict.fromkeys(str(getattr(one, name)) for one in calibrations))
-        if len(found) > 1:
-            raise InvalidArgument(
-                f"calibrations of different {words} cannot be merged: {', '.join(found)}"
-            )
+    check_alike(calibrations)
     rows = zip(*(one.layers for one in calibrations), strict=True)
     return replace(
         first,
@@ -49,6 +45,16 @@ def merged(calibrations: Sequence[Calibration]) -> Calibration:
         run_seconds=sum(one.run_seconds for one in calibrations),
         measuring_seconds=sum(one.measuring_seconds for one in calibrations),
     )
+
+
+def check_alike(calibrations: Sequence[Calibration]) -> None:
+    """Raise `InvalidArgument` where these tables do not speak of the same thing."""
+    for name, words in _SHARED.items():
+        found = list(dict.fromkeys(str(getattr(one, name)) for one in calibrations))
+        if len(found) > 1:
+            raise InvalidArgument(
+                f"calibrations of different {words} cannot be merged: {', '.join(found)}"
+            )
 
 
 def gathered(calibration: Calibration) -> Calibration:
@@ -70,10 +76,11 @@ def _layer(tables: Sequence[LayerTable]) -> LayerTable:
     """One layer of every process; a sample that two of them hold (a table taken up again) counts
     once.
     """
-    rows: dict[tuple[str, int, object], Sample] = {}
-    for number, table in enumerate(tables):
-        for row in table.rows:
-            # Runs without a name are different runs in different tables.
-            rows[row.run, row.call, row.run or number] = row
-    tried = {(one.name, one.base, one.place): one for table in tables for one in table.remedies}
-    return replace(tables[0], rows=tuple(rows.values()), remedies=tuple(tried.values()))
+    rows: dict[tuple[object, ...], Sample] = {}
+    for row in (row for table in tables for row in table.rows):
+        # Nobody can tell whether two runs without a name are the same: all of them count.
+        rows[(row.run, row.call) if row.run else (len(rows),)] = row
+    # What was tried at the worst sample of all.
+    tried = [table.remedies for table in tables if table.remedies]
+    worst = min(tried, key=lambda one: one[0].cosine, default=())
+    return replace(tables[0], rows=kept(rows.values()), remedies=worst)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sagepatch.backends.catalogue import BY_NAME, SDPA
 from sagepatch.calibration import solve as solver
 from sagepatch.calibration.cells import Cell, cells
 from sagepatch.calibration.choose import FEWEST_SAMPLES, Choice, Summary, choose
+from sagepatch.calibration.diagnose import explained
 from sagepatch.calibration.entries import entry_of, ranged, safest
 from sagepatch.calibration.sample import Sample
 from sagepatch.errors import InvalidArgument
@@ -93,10 +95,12 @@ def entry_at(layer: LayerTable, threshold: float, *, by_step: bool = True) -> Pl
     """
     parts = cells(layer.rows, by_step and layer.samples >= FEWEST_SAMPLES)
     whole = _choice(layer, layer.rows, threshold)
-    if len(parts) == 1:
-        return entry_of(layer, whole)
     choices = [_choice(layer, cell.judged, threshold) for cell in parts]
-    return ranged(layer, parts, choices, (whole.variant, *whole.alternatives))
+    if {choice.variant for choice in choices} == {whole.variant}:
+        entry = entry_of(layer, whole)
+    else:
+        entry = ranged(layer, parts, choices, (whole.variant, *whole.alternatives))
+    return replace(entry, remedy=explained(layer.remedies, threshold))
 
 
 def _choice(layer: LayerTable, rows: tuple[Sample, ...], threshold: float) -> Choice:

@@ -80,10 +80,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """One change of a recipe tried on a sampled call where the recipe `base` was not accurate
-    enough: each error at its worst head.
+    """One change of the recipe `base` tried on a sampled call where that recipe failed: each error
+    at its worst head. The first of a layer's has no name: it is what failed, unchanged.
 
-    `variant` names a kernel that has the change, None where no kernel has it.
+    `variant` is a kernel that has the change, None where no kernel has it.
     """
 
     name: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from statistics import median_high
 
@@ -9,7 +10,8 @@ from sagepatch.calibration.choose import Summary
 from sagepatch.calibration.merge import gathered, merged
 from sagepatch.calibration.planning import solved
 from sagepatch.calibration.sample import Remedy, Sample
-from sagepatch.plan import Plan
+from sagepatch.calibration.table_json import parsed, rendered
+from sagepatch.plan import Plan, read_text, write_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,20 @@ class Calibration:
         >>> plan = calibration.gather().plan()
         """
         return gathered(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the table as JSON, whole or not at all; raises `MachineError` where that fails."""
+        write_text(path, rendered(self))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Calibration:
+        """Read a table; raises `PlanError` for anything but one that this version wrote.
+
+        >>> calibration.save("table.json"); Calibration.load("table.json").plan(threshold=0.999)
+        """
+        values = parsed(read_text(path), os.fspath(path))
+        layers = tuple(LayerTable(*layer) for layer in values.pop("layers"))
+        return cls(layers=layers, **values)
 
     def plan(
         self,

@@ -16,9 +16,9 @@ from sagepatch.calibration.cells import cells
 from sagepatch.calibration.planning import entry_at
 from sagepatch.calibration.sample import Sample
 from sagepatch.calibration.sections import sampled_steps
-from sagepatch.schedule import fraction
 from sagepatch.calibration.table import LayerTable
 from sagepatch.plan import Plan
+from sagepatch.schedule import fraction
 
 FAST, SAFE = "triton.sage2_8", "triton.sage1_b"
 US = {FAST: 50.0, SAFE: 80.0}

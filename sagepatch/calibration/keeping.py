@@ -1,0 +1,55 @@
+"""Which samples of a layer are kept: memory stays bounded however many prompts are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sagepatch.calibration.sample import Sample
+from sagepatch.calibration.sections import section_of
+
+# Of each section of the schedule so many samples, or as many as there are candidates: the worst of
+# each candidate always.
+MOST_OF_SECTION = 4
+# Of calls without a schedule.
+MOST_UNPLACED = 16
+
+
+def kept(rows: Iterable[Sample]) -> tuple[Sample, ...]:
+    """The samples that decide: in each section the worst one of every candidate, then those with
+    the lowest cosines up to `MOST_OF_SECTION`; in their order.
+
+    So the least cosine of every candidate in every section is that of all samples; means are those
+    of the hardest samples.
+    """
+    held: dict[int | None, list[Sample]] = {}
+    every = list(rows)
+    for row in every:
+        held.setdefault(None if row.at is None else section_of(row.at), []).append(row)
+    chosen: set[int] = set()
+    for section, members in held.items():
+        most = MOST_UNPLACED if section is None else MOST_OF_SECTION
+        if len(members) <= most:
+            chosen |= {id(row) for row in members}
+            continue
+        names = dict.fromkeys(name for row in members for name in row.errors)
+        deciding = [min(members, key=lambda row: _hardness(row, name)) for name in names]
+        hardest = sorted(members, key=_worst)
+        few = {id(row): row for row in deciding}
+        for row in hardest:
+            if len(few) >= most:
+                break
+            few.setdefault(id(row), row)
+        chosen |= few.keys()
+    return tuple(row for row in every if id(row) in chosen)
+
+
+def _hardness(row: Sample, name: str) -> tuple[bool, float, str, int]:
+    """Rank of a sample by one candidate: lowest first; one that it could not serve is the worst."""
+    errors = row.errors.get(name)
+    if errors is None:
+        return False, -2.0, row.run, row.call
+    return errors.finite, min(errors.cosine), row.run, row.call
+
+
+def _worst(row: Sample) -> tuple[float, str, int]:
+    return min((min(e.cosine) for e in row.errors.values()), default=-2.0), row.run, row.call

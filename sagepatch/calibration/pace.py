@@ -1,0 +1,148 @@
+"""Which calls of a run are measured, so that measuring takes at most as long as the run itself."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from sagepatch.calibration.sections import sampled_steps
+from sagepatch.schedule import Place
+
+
+def power_of_two(number: int) -> bool:
+    """Whether a count from 1 is 1, 2, 4, 8 ..."""
+    return number > 0 and number & (number - 1) == 0
+
+
+class Pace:
+    """One clock for all layers of a calibration: which steps are measured, and what that took.
+
+    The first and the last step of a run are always measured; of the steps between those of
+    `sections.sampled_steps` that the run's own time pays for. What is done once for a kind of call
+    (compiling, checking and timing kernels) is left out of that account. Thread-safe.
+
+    `run` names the run that goes on. `measuring_seconds` is all that measuring took so far.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.run = ""
+        self.run_seconds = 0.0
+        self.measuring_seconds = 0.0
+        self._clock = clock
+        self._lock = threading.RLock()
+        # Of the run that goes on: what measuring took, and with what it began and where.
+        self._spent = 0.0
+        self._began = 0.0
+        self._first: tuple[int, float] | None = None
+        # What measuring a step took, its timing of kernels aside, and whether a step is measured.
+        self._costs: dict[int, float] = {}
+        self._decided: dict[int, bool] = {}
+        self._between: frozenset[int] | None = None
+
+    @contextmanager
+    def running(self, name: str) -> Iterator[None]:
+        """Count what happens meanwhile as one run, a generation."""
+        self.run = name
+        self._spent, self._began, self._first = 0.0, self._clock(), None
+        self._costs, self._decided, self._between = {}, {}, None
+        try:
+            yield
+        finally:
+            self.run = ""
+            self.run_seconds += self._clock() - self._began - self._spent
+
+    def due(self, place: Place | None, count: int) -> bool:
+        """Whether a layer's call is to be measured: its `count`th (from 1) in this step, or at all
+        where there is no schedule.
+        """
+        if not power_of_two(count):
+            return False
+        if place is None:
+            return True
+        with self._lock:
+            if self._first is None:
+                self._first = place.step, self._clock()
+            known = self._decided.get(place.step)
+            if known is None:
+                known = self._decided[place.step] = self._admits(place)
+            return known
+
+    @contextmanager
+    def measuring(self, place: Place | None, device: torch.device) -> Iterator[Timing]:
+        """Count what happens meanwhile as measuring, not as the run; what the GPU still has to do
+        of the run is waited for first.
+        """
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started, timing = self._clock(), Timing(self._clock)
+        try:
+            yield timing
+        finally:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            took = self._clock() - started
+            with self._lock:
+                self._spent += took
+                self.measuring_seconds += took
+                if place is not None:
+                    before = self._costs.get(place.step, 0.0)
+                    self._costs[place.step] = before + took - timing.seconds
+
+    def _admits(self, place: Place) -> bool:
+        """Whether the run's own time pays for measuring this step, the last one being due still."""
+        wanted = sampled_steps(place.steps)
+        if place.step not in wanted:
+            return False
+        if not self._costs or place.step == place.steps - 1:
+            return True
+        assert self._first is not None
+        first, since = self._first
+        done = place.step - first
+        if done <= 0:
+            return False
+        own = (self._clock() - since - self._spent) / done * place.steps
+        cost = max(min(self._costs.values()), 1e-9)
+        # Besides the last one.
+        affordable = int((own - sum(self._costs.values())) / cost) - 1
+        if self._between is None:
+            self._between = spread([first, *(s for s in wanted if s >= place.step)], affordable)
+        return affordable > 0 and place.step in self._between
+
+
+def spread(wanted: Sequence[int], count: int) -> frozenset[int]:
+    """At most `count` steps between the first and the last of some, each as far as can be from all
+    before it.
+
+    >>> sorted(spread([0, 2, 5, 10, 17, 22, 25, 27], 2))
+    [10, 17]
+    """
+    chosen: set[int] = set()
+    ends = {wanted[0], wanted[-1]}
+    for _ in range(min(count, len(wanted) - len(ends))):
+        held = ends | chosen
+        left = [step for step in wanted if step not in held]
+        chosen.add(max(left, key=lambda step: min(abs(step - one) for one in held)))
+    return frozenset(chosen)
+
+
+class Timing:
+    """How much of the measuring was spent on compiling, checking and timing kernels, which is done
+    once for a kind of call and not in every step.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.seconds = 0.0
+        self._clock = clock
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count what happens meanwhile as timing."""
+        started = self._clock()
+        try:
+            yield
+        finally:
+            self.seconds += self._clock() - started

@@ -1,0 +1,117 @@
+"""A calibration's table as JSON, and back: what an interrupted calibration goes on from."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
+
+from sagepatch.calibration.sample import HeadErrors, Remedy, Sample, Statistics
+from sagepatch.errors import PlanError
+
+if TYPE_CHECKING:
+    from sagepatch.calibration.table import Calibration
+
+SCHEMA = 1
+
+
+def rendered(calibration: Calibration) -> str:
+    """JSON text. Infinite errors are null."""
+    return json.dumps({"schema": SCHEMA, **_finite(asdict(calibration))}, allow_nan=False) + "\n"
+
+
+def parsed(text: str, origin: str) -> dict[str, Any]:
+    """The fields of a calibration, its layers as (site, kind, rows, remedies); `origin` names the
+    text in errors.
+
+    Raises `PlanError` for anything but a table that this version wrote.
+    """
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{origin} is not JSON ({error}): calibrate anew") from error
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+        raise PlanError(
+            f"{origin} is no table of measurements that this version reads "
+            f"(schema {found!r}, needs {SCHEMA}): calibrate anew"
+        )
+    try:
+        return {
+            "fingerprint": str(data["fingerprint"]),
+            "model": str(data["model"]),
+            "emulated": bool(data["emulated"]),
+            "gpu": str(data["gpu"]),
+            "versions": {
+                str(k): None if v is None else str(v) for k, v in data["versions"].items()
+            },
+            "layers": [_layer(one) for one in data["layers"]],
+            "runs": tuple(map(str, data["runs"])),
+            "run_seconds": float(data["run_seconds"]),
+            "measuring_seconds": float(data["measuring_seconds"]),
+        }
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise PlanError(f"{origin} is no whole table of measurements ({error!r})") from error
+
+
+def _layer(data: Any) -> tuple[str, str, tuple[Sample, ...], tuple[Remedy, ...]]:
+    rows = tuple(map(_sample, data["rows"]))
+    remedies = tuple(
+        Remedy(**{field.name: one[field.name] for field in fields(Remedy)})
+        for one in data["remedies"]
+    )
+    return str(data["site"]), str(data["kind"]), rows, remedies
+
+
+def _sample(data: Any) -> Sample:
+    seen = data["statistics"]
+    return Sample(
+        call=int(data["call"]),
+        step=_whole(data["step"]),
+        steps=_whole(data["steps"]),
+        shape=str(data["shape"]),
+        dtype=str(data["dtype"]),
+        errors={str(name): _errors(one) for name, one in data["errors"].items()},
+        statistics=None
+        if seen is None
+        else Statistics(*(_numbers(seen[field.name]) for field in fields(Statistics))),
+        us_exact=_number(data["us_exact"]),
+        run=str(data["run"]),
+    )
+
+
+def _errors(data: Any) -> HeadErrors:
+    cosine = _numbers(data["cosine"])
+    if not cosine:
+        raise ValueError("errors of no head")
+    return HeadErrors(
+        bool(data["finite"]),
+        cosine,
+        _numbers(data["rel_l1"]),
+        _numbers(data["rmse"]),
+        _numbers(data["norm_ratio"]),
+        _number(data["us"]),
+    )
+
+
+def _numbers(data: Any) -> tuple[float, ...]:
+    return tuple(math.inf if one is None else float(one) for one in data)
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _whole(value: Any) -> int | None:
+    return None if value is None else int(value)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,124 @@
+"""Which calls are measured, by a clock that tests turn."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sagepatch.calibration.pace import Pace, power_of_two, spread
+from sagepatch.calibration.sections import sampled_steps
+from sagepatch.schedule import Place
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run(steps: int, *, own: float, cost: float, once: float = 0.0, layers: int = 3, calls: int = 1):
+    """The steps that a run of `steps` measures, where a step takes `own` seconds and measuring it
+    `cost`; the first measured one `once` more for compiling and timing. And its pace.
+    """
+    clock = Clock()
+    pace = Pace(clock)
+    measured: list[int] = []
+    with pace.running("a"):
+        for step in range(steps):
+            place = Place(step, steps)
+            for _ in range(layers):
+                clock.now += own / layers
+                for count in range(1, calls + 1):
+                    if pace.due(place, count):
+                        with pace.measuring(place, CPU) as timing:
+                            if not measured:
+                                with timing.running():
+                                    clock.now += once
+                            clock.now += cost / layers / calls
+                        measured.append(step)
+    return sorted(set(measured)), pace
+
+
+def test_powers_of_two() -> None:
+    assert [n for n in range(-1, 20) if power_of_two(n)] == [1, 2, 4, 8, 16]
+
+
+def test_steps_are_spread() -> None:
+    wanted = [0, 1, 3, 4, 6, 7]
+    assert spread(wanted, 0) == frozenset()
+    assert spread(wanted, -3) == frozenset()
+    assert spread(wanted, 1) == {3}
+    assert spread(wanted, 2) == {3, 1}
+    assert spread(wanted, 9) == {1, 3, 4, 6}
+    assert spread([0], 2) == frozenset()
+
+
+# case 58
+@pytest.mark.parametrize("steps", [4, 8, 28, 50])
+@pytest.mark.parametrize("cost", [0.01, 0.3, 1.0, 3.0, 10.0])
+def test_measuring_takes_at_most_as_long_as_the_run(steps: int, cost: float) -> None:
+    measured, pace = run(steps, own=1.0, cost=cost)
+    assert measured[0] == 0
+    assert measured[-1] == steps - 1
+    assert set(measured) <= set(sampled_steps(steps))
+    # Two steps are measured whatever they cost.
+    allowed = max(pace.run_seconds, 2 * cost)
+    assert pace.measuring_seconds <= allowed * 1.001
+    assert pace.run_seconds == pytest.approx(steps)
+    if cost <= 0.3 and steps > 4:
+        assert tuple(measured) == sampled_steps(steps)
+
+
+def test_a_costly_calibration_spreads_what_it_can_afford() -> None:
+    assert run(28, own=1.0, cost=6.0)[0] == [0, 10, 17, 27]
+    assert run(28, own=1.0, cost=9.0)[0] == [0, 10, 27]
+
+
+def test_what_is_done_once_takes_no_step_s_place() -> None:
+    plain, _ = run(28, own=1.0, cost=2.0)
+    compiled, pace = run(28, own=1.0, cost=2.0, once=1000.0)
+    assert compiled == plain
+    assert pace.measuring_seconds == pytest.approx(1000.0 + 2.0 * len(plain))
+    assert pace.run_seconds == pytest.approx(28)
+
+
+def test_each_run_starts_anew_and_adds_up() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    for name in ("a", "b"):
+        with pace.running(name):
+            assert pace.run == name
+            for step in range(4):
+                clock.now += 1.0
+                if pace.due(Place(step, 4), 1):
+                    with pace.measuring(Place(step, 4), CPU):
+                        clock.now += 0.5
+        assert pace.run == ""
+    assert pace.run_seconds == pytest.approx(8)
+    assert pace.measuring_seconds == pytest.approx(4)
+
+
+def test_without_a_schedule_calls_are_measured_ever_more_rarely() -> None:
+    pace = Pace()
+    with pace.running("a"):
+        assert [n for n in range(1, 40) if pace.due(None, n)] == [1, 2, 4, 8, 16, 32]
+
+
+def test_an_interrupted_run_is_counted() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+
+    def interrupted() -> None:
+        with pace.running("a"):
+            clock.now += 3.0
+            with pace.measuring(None, CPU):
+                clock.now += 1.0
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert (pace.run_seconds, pace.measuring_seconds) == (pytest.approx(3), pytest.approx(1))

@@ -1,0 +1,179 @@
+"""Tables as files: whole, strict, and what an interrupted calibration goes on from."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from models.diffusers_pipelines import tiny_flux_pipeline
+from models.layers import calibration, errors, sample
+from models.stacks import stack, tokens
+
+import sagepatch
+from sagepatch import api
+from sagepatch.calibration.sample import Remedy
+from sagepatch.calibration.table import Calibration, LayerTable
+from sagepatch.errors import InvalidArgument, PlanError
+
+FAST = "triton.sage2_8"
+PICTURE = {"height": 16, "width": 16, "output_type": "latent", "max_sequence_length": 8}
+
+
+def made() -> Calibration:
+    bad = replace(errors(-1.0), finite=False, rel_l1=(math.inf,), norm_ratio=(math.inf,))
+    rows = (
+        sample(1, {FAST: (0.999, 0.9995)}, (0, 4), us={FAST: 4.0}, us_exact=9.0, run="a"),
+        replace(sample(2, {}, (3, 4)), errors={FAST: bad}, statistics=None),
+    )
+    tried = (
+        Remedy("", "sage2_8", "call 1", 0.9, 0.4, 1.1, FAST),
+        Remedy("rotation", "sage2_8", "call 1", 0.99, 0.1, 1.0, None),
+    )
+    layers = LayerTable("a", "self", rows, tried), LayerTable("b", "joint")
+    return calibration(*layers, runs=("a",), run_seconds=2.0, measuring_seconds=1.0)
+
+
+def test_a_table_is_a_file(tmp_path) -> None:
+    made().save(tmp_path / "table.json")
+    assert Calibration.load(tmp_path / "table.json") == made()
+    assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
+    assert "Infinity" not in (tmp_path / "table.json").read_text()
+
+
+def changed(**changes) -> str:
+    return json.dumps({"schema": 1, **json.loads(json.dumps(data())), **changes})
+
+
+def data() -> dict:
+    from sagepatch.calibration.table_json import rendered
+
+    return json.loads(rendered(made()))
+
+
+def layer(**changes) -> list:
+    first, *others = data()["layers"]
+    return [{**first, **changes}, *others]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "schema 'list', needs 1"),
+        (changed(schema=2), "schema 2, needs 1): calibrate anew"),
+        ("{}", "schema None"),
+        (changed(layers=None), "no whole table"),
+        (changed(layers=[{}]), "KeyError"),
+        (changed(versions=[]), "no whole table"),
+        (changed(layers=layer(rows=[{}])), "no whole table"),
+        (changed(layers=layer(remedies=[{"name": "x"}])), "no whole table"),
+        (changed(run_seconds="long"), "no whole table"),
+    ],
+    ids=lambda x: x[:30],
+)
+def test_anything_else_is_refused_in_a_sentence(tmp_path, text: str, said: str) -> None:
+    (tmp_path / "t.json").write_text(text)
+    with pytest.raises(PlanError, match=re.escape(said)):
+        Calibration.load(tmp_path / "t.json")
+
+
+class TestGoingOn:
+    """A calibration in several sittings."""
+
+    @pytest.fixture
+    def pipe(self):
+        return tiny_flux_pipeline()
+
+    def runs(self, pipe, drawn: list[str], texts: list[str], stop_at: int | None = None):
+        """Named generations of `pipe`; the one at `stop_at` is interrupted after two steps."""
+
+        def draw(number: int, text: str) -> None:
+            def step(_, index, t, values):
+                if number == stop_at and index == 1:
+                    raise KeyboardInterrupt
+                return values
+
+            drawn.append(text)
+            with torch.no_grad():
+                pipe(text, num_inference_steps=4, callback_on_step_end=step, **PICTURE)
+
+        return [
+            (api.run_name(text), lambda n=n, text=text: draw(n, text))
+            for n, text in enumerate(texts)
+        ]
+
+    # case 58
+    def test_interrupted_it_keeps_what_was_measured_and_goes_on_from_there(
+        self, pipe, tmp_path
+    ) -> None:
+        drawn: list[str] = []
+        path, texts = tmp_path / "table.json", ["a cat", "a dog", "a cow"]
+        first = api.calibrate_runs(
+            pipe, self.runs(pipe, drawn, texts, stop_at=1), table=path, emulate=True
+        )
+        assert drawn == ["a cat", "a dog"]
+        assert first.runs == (api.run_name("a cat"),)
+        assert Calibration.load(path) == first
+        dog = api.run_name("a dog")
+        assert next(row.step for row in first.layers[0].rows if row.run == dog) == 0
+        second = api.calibrate_runs(pipe, self.runs(pipe, drawn, texts), table=path, emulate=True)
+        assert drawn[2:] == ["a dog", "a cow"]
+        assert second.runs == tuple(api.run_name(text) for text in texts)
+        assert Calibration.load(path) == second
+        rows = second.layers[0].rows
+        # The first steps of the interrupted run were measured anew, not twice.
+        assert len({(row.run, row.call) for row in rows}) == len(rows)
+        assert {row.run for row in rows} == set(second.runs)
+        third = api.calibrate_runs(pipe, self.runs(pipe, drawn, texts), table=path, emulate=True)
+        assert len(drawn) == 4
+        assert third == second
+
+    def test_another_error_keeps_the_file_too(self, tmp_path) -> None:
+        model, x, path = stack(), tokens(), tmp_path / "table.json"
+
+        def run() -> None:
+            with torch.no_grad():
+                model(x)
+            raise RuntimeError("boom")
+
+        with pytest.raises(RuntimeError, match="boom"):
+            sagepatch.calibrate(model, run=run, table=path, emulate=True)
+        assert {one.samples for one in Calibration.load(path).layers} == {1}
+
+    def test_a_table_of_another_model_is_refused_and_left(self, tmp_path) -> None:
+        path = tmp_path / "table.json"
+        made().save(path)
+        before = path.read_text()
+        model, x = stack(), tokens()
+        ran: list[int] = []
+        earlier = sagepatch.apply(model, variant="exact")
+        with pytest.raises(PlanError, match="measured on another model"):
+            sagepatch.calibrate(model, run=lambda: ran.append(1), table=path, emulate=True)
+        assert (path.read_text(), ran) == (before, [])
+        assert model(x).isfinite().all()
+        assert not earlier.restored
+
+    def test_times_of_another_gpu_are_refused_before_anything_runs(self, tmp_path) -> None:
+        model, x, path = stack(), tokens(), tmp_path / "table.json"
+        run = lambda: model(x)  # noqa: E731
+        with torch.no_grad():
+            first = sagepatch.calibrate(model, run=run, emulate=True)
+        replace(first, gpu="NVIDIA H200").save(path)
+        with pytest.raises(InvalidArgument, match="different GPUs"):
+            sagepatch.calibrate(model, run=run, table=path, emulate=True)
+
+    def test_without_names_runs_add_up(self, tmp_path) -> None:
+        model, x, path = stack(), tokens(), tmp_path / "table.json"
+
+        def run() -> None:
+            with torch.no_grad():
+                model(x)
+
+        for count in (1, 2, 3):
+            table = sagepatch.calibrate(model, run=run, table=path, emulate=True)
+            assert {one.samples for one in table.layers} == {count}
