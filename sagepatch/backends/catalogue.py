@@ -135,7 +135,8 @@ _MMA_FIRST = {
 }
 _MMA_RECIPES = (
     *("sage2pp_8", "sage2pp_8_d4", "sage2pp_8_d1", "sage2_8"),
-    *("sage1_b", "sage1_t", "sage1_b_f32", "sage1_t_f32"),
+    *("sage2pp_4", "sage2pp_4_d4", "sage2pp_4_d1", "sage2_4", "sage1_vb", "sage1_vt"),
+    *("sage1_b", "sage1_t", "sage1_b_f32", "sage1_t_f32", "sage2_4_f16"),
 )
 _MMA_WITHHELD = "its arithmetic has not yet been checked on a GPU"
 

@@ -22,6 +22,7 @@ from sagepatch.backends.cuda.prepass import (
     KEYS_AND_VALUES,
     MOST_CHUNKS,
     QUERIES,
+    WGMMA_RECIPES,
     Codes,
     _chunks,
     divisor,
@@ -29,7 +30,7 @@ from sagepatch.backends.cuda.prepass import (
     plan_of,
     prepare,
 )
-from sagepatch.backends.cuda.prepass_form import PAD, form_of, refusal
+from sagepatch.backends.cuda.prepass_form import PAD, form_of
 from sagepatch.errors import InvalidArgument
 from sagepatch.numerics import quantize
 from sagepatch.numerics.exact import members
@@ -46,7 +47,7 @@ needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a Hopper GPU")
 needs_kernels = pytest.mark.skipif(
     not (ON_GPU or cuda_on_cpu.available()), reason="needs a Hopper GPU or g++ 12"
 )
-SERVED = [r for r in RECIPES.values() if not r.exact and refusal(r) is None]
+SERVED = list(WGMMA_RECIPES)
 # Each of them is compiled: where the CPU stands in, the quick tests take few.
 SAMPLE = [RECIPES["sage2_8"], RECIPES["sage1_b"]]
 RUN = SERVED if ON_GPU else SAMPLE
@@ -476,12 +477,18 @@ def test_division_by_multiplication_is_exact(by):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [("sage2_4", "8-bit"), ("sage1_vt", "int8 values"), ("sage2pp_4", "smoothed Q")],
+    ("other", "said"),
+    [
+        ({"rotate": True}, "rotation"),
+        ({"smooth_v": True}, "smoothed V"),
+        ({"k_granularity": "tensor"}, "a scale per tensor of K"),
+        ({"smooth_q": True, "q_block": 64}, "smoothed blocks of 64 queries"),
+    ],
+    ids=str,
 )
-def test_other_recipes_are_refused(name, said):
+def test_other_recipes_are_refused(other, said):
     with pytest.raises(InvalidArgument, match=said):
-        prepare(make((1, 1, 1, 8, 8, 64, 64)), RECIPES[name])
+        prepare(make((1, 1, 1, 8, 8, 64, 64)), replace(RECIPES["sage2_8"], **other))
 
 
 def test_other_calls_are_refused():

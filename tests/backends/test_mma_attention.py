@@ -16,7 +16,7 @@ from mma_support import DEVICE, ON_GPU, RUNS, WHY_NOT, check, make, run
 
 from sagepatch.backends.catalogue import CUDA_MMA
 from sagepatch.backends.cuda import prepass as cuda_prepass
-from sagepatch.backends.cuda_mma import attention, masks
+from sagepatch.backends.cuda_mma import attention, masks, prepass
 from sagepatch.backends.cuda_mma.tiles import refusal
 from sagepatch.numerics.attention import emulate
 from sagepatch.numerics.exact import exact
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not RUNS, reason=WHY_NOT)
 
 ALL = [variant.recipe.name for variant in CUDA_MMA]
 # Each is compiled and run by a CPU: there the quick tests take one of each kind of arithmetic.
-FEW = ALL if ON_GPU else ["sage2pp_8", "sage1_t"]
+FEW = ALL if ON_GPU else ["sage2pp_8", "sage1_t", "sage2_4_f16", "sage1_vb"]
 ONE = ALL if ON_GPU else ["sage2_8"]
 slow = () if ON_GPU else pytest.mark.slow
 
@@ -36,7 +36,7 @@ slow = () if ON_GPU else pytest.mark.slow
 def _kernels_here(monkeypatch):
     """Without a GPU the source runs on the CPU."""
     if not ON_GPU:
-        for module in (cuda_prepass, attention, masks):
+        for module in (cuda_prepass, prepass, attention, masks):
             monkeypatch.setattr(module, "load", cuda_on_cpu.load)
         cuda_prepass.plan_of.cache_clear()
         yield

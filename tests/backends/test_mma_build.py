@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(
 # Every target once, each with a recipe of its own.
 ONE_EACH = {
     "sm_80": "sage1_b_f32",
-    "sm_86": "sage1_b",
-    "sm_87": "sage1_t",
+    "sm_86": "sage2_4_f16",
+    "sm_87": "sage1_vt",
     "sm_89": "sage2pp_8",
     "sm_90a": "sage2_8",
     "sm_120a": "sage2pp_8_d1",
@@ -85,5 +85,7 @@ def test_what_no_instance_has_is_refused_in_words():
 def test_records_say_which_gpus_multiply_so():
     archs = {name: v.archs for name, v in BY_NAME.items() if v.toolchain == "cuda_mma"}
     assert archs["cuda_mma.sage2pp_8"] == {89, 120, 121}
+    assert archs["cuda_mma.sage2pp_4"] == {89}
+    assert archs["cuda_mma.sage2_4_f16"] == {80, 86, 87, 89}
     assert archs["cuda_mma.sage1_b"] == {80, 86, 87, 89, 120, 121}
     assert all(v.tested_on == {90} and 90 not in v.archs for v in CUDA_MMA)

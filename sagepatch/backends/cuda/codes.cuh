@@ -1,7 +1,7 @@
 // Numbers to codes: largest magnitudes that keep NaN, scales, INT8, E4M3 and FP16 codes. Arithmetic
 // is that of numerics/quantize.py, operation by operation: no product is fused with a sum here.
 
-constexpr float MOST_INT8 = 127.f;
+constexpr float MOST_INT8 = 127.f, MOST_INT4 = 7.f;
 // Below this the reciprocal 127 / amax leaves fp32: such a group counts as zeros.
 constexpr float TINY = 1e-35f;
 // Beyond these a product of scales leaves fp32; a softmax is one-hot there anyway.
@@ -125,4 +125,13 @@ __device__ __forceinline__ u32 int8x4(float a, float b, float c, float d, float 
   const u32 high = __byte_perm(__float_as_uint(__fadd_rn(__fmul_rn(c, inverse), RINT)),
                                __float_as_uint(__fadd_rn(__fmul_rn(d, inverse), RINT)), 0x0040);
   return __byte_perm(low, high, 0x5410);
+}
+
+// Eight INT4 codes of x * inverse, the first in the lowest four bits.
+__device__ __forceinline__ u32 int4x8(const float (&x)[8], float inverse) {
+  u32 out = 0;
+#pragma unroll
+  for (int i = 0; i < 8; i++)
+    out |= (__float_as_uint(__fadd_rn(__fmul_rn(x[i], inverse), RINT)) & 15) << 4 * i;
+  return out;
 }

@@ -12,7 +12,18 @@
 // Q_BLOCK (1: one scale a block of 128 queries, 0: one a query); K_GROUPS (keys that share a scale:
 // 0 none, 1 all of K_BLOCK, 4 those of a thread of a fragment); K_BLOCK (64 or 128); FP16_PV; MASK
 // (0 none, 1 seen bytes, 2 packed); SHIFT (1: write shift_log2; Q is then quantised by the second
-// launch, which knows the mean of K).
+// launch, which knows the mean of K). Kernels of mma.sync also ask for QK_BITS (4: codes of Q and K
+// are INT4, two a byte, the first in the low half), INT8_PV (V in INT8, not E4M3) and SMOOTH_Q (the
+// mean of each block of 128 queries is subtracted and written).
+#ifndef QK_BITS
+#define QK_BITS 8
+#endif
+#ifndef INT8_PV
+#define INT8_PV 0
+#endif
+#ifndef SMOOTH_Q
+#define SMOOTH_Q 0
+#endif
 
 #include "ptx.cuh"
 #include "rows.cuh"
@@ -20,7 +31,8 @@
 
 // Tokens of a block; keys are padded to whole blocks.
 constexpr int ROWS = 128;
-constexpr int DP = round_up(HEAD, 32);
+// Columns of Q and K: whole products of the tensor core.
+constexpr int DP = round_up(HEAD, 256 / QK_BITS);
 constexpr int D8 = round_up(V_HEAD, 8);
 constexpr int THREADS = HEAD > 128 || V_HEAD > 128 ? 512 : 256;
 constexpr int WARPS = THREADS / 32;
@@ -34,7 +46,7 @@ constexpr bool WIDE = Q_TYPE == FP32 || K_TYPE == FP32 || V_TYPE == FP32;
 #define UNROLL (WIDE ? 4 : 8)
 #endif
 #ifndef RESIDENT_THREADS
-#define RESIDENT_THREADS (WIDE || !VECTORS || (Q_BLOCK && SHIFT) ? 512 : 768)
+#define RESIDENT_THREADS (WIDE || !VECTORS || (Q_BLOCK && SHIFT) || SMOOTH_Q ? 512 : 768)
 #endif
 constexpr int RESIDENT = RESIDENT_THREADS / THREADS;
 constexpr bool SEEN = MASK == 1, PACKED = MASK == 2;

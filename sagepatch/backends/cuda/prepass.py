@@ -4,7 +4,7 @@ tensors of any strides. No attention in here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -17,17 +17,17 @@ from sagepatch.backends.cuda.launch import Kernel, load
 from sagepatch.backends.cuda.prepass_form import (
     MOST_HEAD_DIM,
     PAD,
-    QK_PAD,
     V_PAD,
     Form,
     form_of,
     macros,
     own_strides,
+    qk_columns,
     refusal,
 )
 from sagepatch.errors import InvalidArgument
 from sagepatch.numerics.prepass import LOG2E
-from sagepatch.numerics.recipe import RECIPES, Recipe
+from sagepatch.numerics.recipe import CODE_DTYPE, RECIPES, Recipe
 from sagepatch.spec import Call
 
 
@@ -49,21 +49,23 @@ class Codes:
     codes arbitrary.
     """
 
-    # [B, Hq, Sq, Dp] int8, columns D..Dp zero. With a negative softmax scale the codes are negated,
-    # so that scales are never negative and maxima of integer products are maxima of scores.
+    # [B, Hq, Sq, Dp] int8, columns D..Dp zero. In INT4 [B, Hq, Sq, Dp // 2], Dp a multiple of 64,
+    # two columns a byte, the first in its low half. With a negative softmax scale the codes are
+    # negated, so that scales are never negative and maxima of integer products are maxima of
+    # scores.
     q8: Tensor
     # [B, Hq, Sq] fp32, carries |softmax scale| * log2(e), at most 1e16. Per token; a recipe with
     # blocks of queries repeats the block's scale.
     q_scale_log2: Tensor
-    # [B, Hkv, Nkp, Dp] int8, the mean over seen keys subtracted; columns D..Dp zero.
+    # [B, Hkv, Nkp, Dp] int8, the mean over seen keys subtracted; columns D..Dp zero. INT4 as q8.
     k8: Tensor
     # Granularity `thread`: [B, Hkv, Nkp // 64, 4] fp32, entry t of a block of 64 keys is the scale
     # of those with (key mod 8) // 2 == t. Granularity `block`: the same array, all values of a
     # block equal. Granularity `token`: [B, Hkv, Nkp] fp32, one a key. At most 1e15.
     k_scale: Tensor
-    # FP8 PV, else None: [B, Hkv, D8, Nkp] float8_e4m3fn, V transposed. Inside each 16 keys position
-    # 4t + j holds key 2t + (j & 1) + 8 (j >> 1), which makes the accumulator of Q K^T the operand
-    # P. Rows Dv..D8 are zero.
+    # FP8 and INT8 PV, else None: [B, Hkv, D8, Nkp] float8_e4m3fn or int8, V transposed. Inside each
+    # 16 keys position 4t + j holds key 2t + (j & 1) + 8 (j >> 1), which makes the accumulator of
+    # Q K^T the operand P. Rows Dv..D8 are zero.
     vt8: Tensor | None
     # FP16 PV, else None: [B, Hkv, Nkp, D8] float16 in key order, columns Dv..D8 zero.
     v16: Tensor | None
@@ -81,6 +83,10 @@ class Codes:
     kv_len: Tensor | None
     # [4] int32, zeroed by the pre-pass: tile counters for the scheduler of a kernel behind it.
     counters: Tensor
+    # Recipes that smooth Q, else None: [B, Hq, q blocks, Dp] fp32, the mean of each block of 128
+    # queries, which was subtracted from them, times softmax scale * log2(e). Packed: blocks of
+    # member i begin at cu_seqlens_q[i] // 128 + i.
+    q_mean_log2: Tensor | None
 
 
 def prepare(call: Call, recipe: Recipe) -> Codes:
@@ -101,7 +107,9 @@ def prepare(call: Call, recipe: Recipe) -> Codes:
 
 # A pointer of the call, or an offset into the scratch memory; numbers are passed as they are.
 _FROM_CALL = ("q", "k", "v", "seen", "cu_q", "cu_k", "factor")
-_STRIDES, _MASK, _SIZES, _Q_OUT = "{qqqq}", "{PqqPP}", "{" + "i" * 28 + "}", "{PPPf}"
+_STRIDES, _MASK, _SIZES = "{qqqq}", "{PqqPP}", "{" + "i" * 28 + "}"
+# What Q becomes; with smoothed Q one place more.
+_Q_OUT, _Q_OUT_SMOOTH = "{PPPf}", "{PPPfP}"
 QUERIES = "P" + _STRIDES + _MASK + _SIZES + _Q_OUT + "PiP"
 KEYS_AND_VALUES = "PPP" + 3 * _STRIDES + _MASK + _SIZES + _Q_OUT + "{PP}P{" + "P" * 10 + "f}"
 # Of torch's allocator, and what TMA asks of a tensor: 16 bytes; whole lines for the rest.
@@ -111,6 +119,14 @@ CHUNK_BYTES = 32 << 10
 MOST_CHUNKS = 64
 # Blocks of threads between the statistics of a head and its codes: what a large GPU runs at once.
 BLOCKS_AHEAD = 600
+
+
+# Whose codes a Hopper tensor core multiplies: the others serve mma.sync alone.
+WGMMA_RECIPES = tuple(
+    recipe
+    for recipe in RECIPES.values()
+    if not recipe.exact and refusal(recipe) is None and recipe.qk_bits == 8 and recipe.pv != "int8"
+)
 
 
 class Plan:
@@ -129,7 +145,8 @@ class Plan:
         self.form = form
         packed = form.members is not None
         self.groups = B if form.members is None else form.members
-        dp, d8 = -(-D // QK_PAD) * QK_PAD, -(-Dv // V_PAD) * V_PAD
+        dp, d8 = qk_columns(recipe, D), -(-Dv // V_PAD) * V_PAD
+        row = dp * recipe.qk_bits // 8
         blocks = Skv // PAD + self.groups if packed else -(-Skv // PAD)
         self.kv_pad = blocks * PAD
         q_blocks = Sq // PAD + self.groups if packed else -(-Sq // PAD)
@@ -138,18 +155,18 @@ class Plan:
         key_scales = self.kv_pad if recipe.k_granularity == "token" else self.kv_pad // 16
         f32, i32 = torch.float32, torch.int32
         self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]] | None] = {
-            "q8": (torch.int8, (B, Hq, Sq, dp)),
+            "q8": (torch.int8, (B, Hq, Sq, row)),
             "q_scale_log2": (f32, (B, Hq, Sq)),
-            "k8": (torch.int8, (B, Hkv, self.kv_pad, dp)),
+            "k8": (torch.int8, (B, Hkv, self.kv_pad, row)),
             "k_scale": (
                 f32,
                 (B, Hkv, key_scales)
                 if recipe.k_granularity == "token"
                 else (B, Hkv, key_scales // 4, 4),
             ),
-            "vt8": (torch.float8_e4m3fn, (B, Hkv, d8, self.kv_pad))
-            if recipe.pv == "e4m3"
-            else None,
+            "vt8": None
+            if recipe.pv == "fp16"
+            else (CODE_DTYPE[recipe.pv], (B, Hkv, d8, self.kv_pad)),
             "v16": (torch.float16, (B, Hkv, self.kv_pad, d8)) if recipe.pv == "fp16" else None,
             "v_scale": (f32, (self.groups, Hkv, d8)),
             "shift_log2": (f32, (B, Hq, Sq)) if form.shift else None,
@@ -157,6 +174,7 @@ class Plan:
             "key_bits": (i32, (B, self.kv_pad // 32)) if form.seen_strides else None,
             "kv_len": (i32, (B,)) if form.seen_strides else None,
             "counters": (i32, (4,)),
+            "q_mean_log2": (f32, (B, Hq, q_blocks, dp)) if recipe.smooth_q else None,
         }
         working: dict[str, tuple[torch.dtype, tuple[int, ...]] | None] = {
             "k_sum": (f32, (self.groups, Hkv, chunks, dp)),
@@ -200,6 +218,8 @@ class Plan:
             *(number for n in by for number in divisor(n)),
         ]
         q_out: list[Wanted] = ["+q8", "+q_scale_log2", "+shift_log2", "factor"]
+        if recipe.smooth_q:
+            q_out.append("+q_mean_log2")
         self.queries_fill = _filler(
             self.offsets,
             ["q", *strides[0], *mask, *sizes, *q_out, "+progress", progress, "+counters"],
@@ -213,7 +233,7 @@ class Plan:
                 *sizes,
                 *q_out,
                 *("+k8", "+k_scale"),
-                "+vt8" if recipe.pv == "e4m3" else "+v16",
+                "+v16" if recipe.pv == "fp16" else "+vt8",
                 *("+k_sum", "+k_count", "+last_seen", "+v_peak", "+k_mean", "+v_scale"),
                 *("+v_inverse", "+progress", "+key_bits", "+kv_len"),
                 float(recipe.v_range),
@@ -224,12 +244,13 @@ class Plan:
     def kernels(self) -> tuple[Kernel, Kernel]:
         """The two kernels, compiled and loaded when first wanted."""
         threads = 512 if max(self.form.q[3], self.form.v_head_dim) > 128 else 256
+        q_out = _Q_OUT_SMOOTH if self.form.recipe.smooth_q else _Q_OUT
         return (
-            load(self.program, "queries", QUERIES, threads=threads),
+            load(self.program, "queries", QUERIES.replace(_Q_OUT, q_out), threads=threads),
             load(
                 self.program,
                 "keys_and_values",
-                KEYS_AND_VALUES,
+                KEYS_AND_VALUES.replace(_Q_OUT, q_out),
                 threads=threads,
                 programmatic=True,
             ),
@@ -277,15 +298,17 @@ def plan_of(form: Form) -> Plan:
     return Plan(form)
 
 
-def instances(target: str) -> tuple[Program, ...]:
-    """The programs that `sagepatch build` compiles ahead: common head sizes, bf16 and fp16, every
-    recipe's pre-pass, with and without a log-sum-exp.
+def instances(
+    target: str,
+    recipes: Iterable[Recipe] = WGMMA_RECIPES,
+    dtypes: Iterable[torch.dtype] = (torch.bfloat16, torch.float16),
+) -> tuple[Program, ...]:
+    """The programs that `sagepatch build` compiles ahead: common head sizes, every recipe's
+    pre-pass, with and without a log-sum-exp.
     """
     found: dict[Program, None] = {}
-    for recipe in RECIPES.values():
-        if recipe.exact or refusal(recipe) is not None:
-            continue
-        for dtype in (torch.bfloat16, torch.float16):
+    for recipe in recipes:
+        for dtype in dtypes:
             for head_dim in (64, 128):
                 for shift in (False, True):
                     shape = (1, 1, PAD, head_dim)

@@ -15,11 +15,14 @@ from sagepatch.spec import Call, MaskKind, arch_of, mask_kind
 
 # Scratch rows of keys start and end at multiples of this.
 PAD = 128
-# Rows of Q and K are padded with zero columns to multiples of this: k of wgmma and mma for INT8.
+# Rows of Q and K are padded with zero columns to multiples of this: k of wgmma and mma for INT8; to
+# twice as many for INT4.
 QK_PAD = 32
 # Head sizes of V are padded to multiples of this: n of wgmma.
 V_PAD = 8
 MOST_HEAD_DIM = 256
+# Where the compiler wants more registers than three blocks of threads leave.
+FEW_REGISTERS = ("sm_120a", "sm_121a")
 _TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
 
@@ -45,12 +48,12 @@ class Form:
 def refusal(recipe: Recipe) -> str | None:
     """What a recipe asks for that this pre-pass does not do; None when it does all."""
     beyond = {
-        "other than 8-bit Q and K": recipe.qk_bits != 8,
-        "smoothed Q": recipe.smooth_q,
+        f"{recipe.qk_bits}-bit Q and K": recipe.qk_bits not in (8, 4),
+        f"smoothed blocks of {recipe.q_block} queries": recipe.smooth_q and recipe.q_block != PAD,
         "smoothed V": recipe.smooth_v,
         "unsmoothed K": not recipe.smooth_k,
         "rotation": recipe.rotate,
-        f"{recipe.pv} values": recipe.pv not in ("e4m3", "fp16"),
+        f"{recipe.pv} values": recipe.pv not in ("e4m3", "fp16", "int8"),
         f"a scale per {recipe.q_granularity} of Q": recipe.q_granularity not in ("token", "block"),
         f"a scale per {recipe.k_granularity} of K": recipe.k_granularity
         not in ("token", "block", "thread"),
@@ -98,6 +101,12 @@ def form_of(call: Call, recipe: Recipe) -> Form:
     )
 
 
+def qk_columns(recipe: Recipe, head_dim: int) -> int:
+    """Columns of the codes of Q and K."""
+    unit = QK_PAD * 8 // recipe.qk_bits
+    return -(-head_dim // unit) * unit
+
+
 def own_strides(strides: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides with those of axes of one element, which may be anything, at 0."""
     return tuple(s if n > 1 else 0 for s, n in zip(strides, shape, strict=True))
@@ -130,4 +139,8 @@ def macros(form: Form, strides: list[tuple[int, ...]]) -> tuple[tuple[str, int |
         ("FP16_PV", int(recipe.pv == "fp16")),
         ("MASK", 2 if form.members is not None else int(form.seen_strides is not None)),
         ("SHIFT", int(form.shift)),
+        *((("QK_BITS", 4),) if recipe.qk_bits == 4 else ()),
+        *((("INT8_PV", 1),) if recipe.pv == "int8" else ()),
+        *((("SMOOTH_Q", 1),) if recipe.smooth_q else ()),
+        *((("RESIDENT_THREADS", 512),) if form.target in FEW_REGISTERS else ()),
     )

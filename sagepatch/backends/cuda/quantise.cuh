@@ -1,11 +1,53 @@
 // Codes and scales of a block of queries, keys or values.
 
+constexpr float MOST_QK = QK_BITS == 4 ? MOST_INT4 : MOST_INT8;
+
+// Codes of eight channels of a token of Q or K.
+__device__ __forceinline__ void store_codes(signed char* codes, i64 token, int lane,
+                                            const float (&x)[8], float inverse, u64 policy) {
+  if constexpr (QK_BITS == 4) {
+    *(u32*)(codes + token * (DP / 2) + lane * 4) = int4x8(x, inverse);
+  } else {
+    const uint2 eight = {int8x4(x[0], x[1], x[2], x[3], inverse),
+                         int8x4(x[4], x[5], x[6], x[7], inverse)};
+    store8(codes + token * DP + lane * 8, eight, policy);
+  }
+}
+
 struct QOut {
   signed char* codes;
   float* scale;
   float* shift;
   float factor;
+#if SMOOTH_Q
+  float* mean;  // [B, Hq, q_blocks, DP], times `factor`
+#endif
 };
+
+// The mean of `count` queries of a block, eight channels a thread; absent ones are zeros in x.
+template <int N>
+__device__ __forceinline__ void mean_of_block(float (&mean)[8], const Eight<Q_TYPE> (&x)[N],
+                                              int lane, int count) {
+  auto& partial = *reinterpret_cast<float(*)[WARPS][QK_LANES * 8]>(room);
+#pragma unroll
+  for (int p = 0; p < N; p++)
+#pragma unroll
+    for (int c = 0; c < 8; c++) mean[c] += x[p][c];
+#pragma unroll
+  for (int other = QK_LANES; other < 32; other *= 2)
+#pragma unroll
+    for (int c = 0; c < 8; c++) mean[c] += __shfl_xor_sync(0xFFFFFFFF, mean[c], other);
+  if (threadIdx.x % 32 < QK_LANES)
+#pragma unroll
+    for (int c = 0; c < 8; c++) partial[threadIdx.x / 32][lane * 8 + c] = mean[c];
+  __syncthreads();
+#pragma unroll
+  for (int c = 0; c < 8; c++) {
+    float sum = 0.f;
+    for (int w = 0; w < WARPS; w++) sum += partial[w][lane * 8 + c];
+    mean[c] = __fdiv_rn(sum, (float)max(count, 1));
+  }
+}
 
 __device__ __forceinline__ void quantise_q(const void* data, const Strides& s, const Mask& mask,
                                            const Sizes& n, const QOut& out, int index,
@@ -48,6 +90,24 @@ __device__ __forceinline__ void quantise_q(const void* data, const Strides& s, c
 #pragma unroll
       for (int c = 0; c < 8; c++) dot[p] += x[p][c] * mean[c];
   }
+  float centre[8] = {};
+  if constexpr (SMOOTH_Q) {
+    mean_of_block(centre, x, lane, min(ROWS, span.length - first));
+#pragma unroll
+    for (int p = 0; p < QK_PASSES; p++) {
+      amax[p] = 0.f;
+      if (p * QK_ROWS + row < span.length - first)
+#pragma unroll
+        for (int c = 0; c < 8; c++) amax[p] = larger(amax[p], x[p][c] - centre[c]);
+    }
+#if SMOOTH_Q
+    if (row == 0 && lane * 8 < DP)
+#pragma unroll
+      for (int c = 0; c < 8; c++)
+        out.mean[((i64)row_of_heads * n.q_blocks.by + block) * DP + lane * 8 + c] =
+            centre[c] * out.factor;
+#endif
+  }
   // This thread's share of the rows' scales is pass `mine`.
   constexpr int SHARE = QK_LANES / QK_PASSES;
   const int mine = lane / SHARE;
@@ -65,7 +125,7 @@ __device__ __forceinline__ void quantise_q(const void* data, const Strides& s, c
   } else {
     peak = over_threads<Largest, QK_LANES>(amax);
   }
-  const Scaling q = scaling(peak, MOST_INT8);
+  const Scaling q = scaling(peak, MOST_QK);
   // Attention takes maxima of integer products: the sign of the softmax scale goes to the codes.
   const float inverse = out.factor < 0.f ? -q.inverse : q.inverse;
   const int own = first + mine * QK_ROWS + row;
@@ -82,9 +142,10 @@ __device__ __forceinline__ void quantise_q(const void* data, const Strides& s, c
     const float by =
         Q_BLOCK ? inverse : __shfl_sync(0xFFFFFFFF, inverse, p * SHARE, QK_LANES);
     if (token < span.length && lane * 8 < DP) {
-      const uint2 codes = {int8x4(x[p][0], x[p][1], x[p][2], x[p][3], by),
-                           int8x4(x[p][4], x[p][5], x[p][6], x[p][7], by)};
-      store8(out.codes + (start + token) * DP + lane * 8, codes, policy);
+      float y[8];
+#pragma unroll
+      for (int c = 0; c < 8; c++) y[c] = SMOOTH_Q ? x[p][c] - centre[c] : x[p][c];
+      store_codes(out.codes, start + token, lane, y, by, policy);
     }
   }
 }
@@ -141,7 +202,7 @@ __device__ __forceinline__ void quantise_k(const void* data, const Strides& s, c
   constexpr int SHARE = QK_LANES / QK_PASSES;
   float inverse[HALVES];
   if constexpr (K_GROUPS == 0) {
-    const Scaling k = scaling(over_threads<Largest, QK_LANES>(amax), MOST_INT8);
+    const Scaling k = scaling(over_threads<Largest, QK_LANES>(amax), MOST_QK);
     if (lane % SHARE == 0)
       out.scale[first_row + lane / SHARE * QK_ROWS + row] = at_most(k.scale, MOST_K_SCALE);
     inverse[0] = k.inverse;
@@ -162,12 +223,12 @@ __device__ __forceinline__ void quantise_k(const void* data, const Strides& s, c
       return __int_as_float(all);
     };
     if (threadIdx.x < ROWS / 16) {
-      const float scale = scaling(peak(threadIdx.x / 4, threadIdx.x % 4), MOST_INT8).scale;
+      const float scale = scaling(peak(threadIdx.x / 4, threadIdx.x % 4), MOST_QK).scale;
       out.scale[first_row / 16 + threadIdx.x] = at_most(scale, MOST_K_SCALE);
     }
 #pragma unroll
     for (int h = 0; h < HALVES; h++)
-      inverse[h] = scaling(peak(QK_ROWS > 64 ? row / 64 : h, thread_group), MOST_INT8).inverse;
+      inverse[h] = scaling(peak(QK_ROWS > 64 ? row / 64 : h, thread_group), MOST_QK).inverse;
   }
 #pragma unroll
   for (int p = 0; p < QK_PASSES; p++) {
@@ -175,6 +236,13 @@ __device__ __forceinline__ void quantise_k(const void* data, const Strides& s, c
     const float by = K_GROUPS == 0
                          ? __shfl_sync(0xFFFFFFFF, inverse[0], p * SHARE, QK_LANES)
                          : inverse[HALVES == 1 ? 0 : p * QK_ROWS / 64];
+    if constexpr (QK_BITS == 4) {
+      float y[8];
+#pragma unroll
+      for (int c = 0; c < 8; c++) y[c] = valid >> p & 1 ? x[p][c] - mean[c] : 0.f;
+      if (lane * 8 < DP) store_codes(out.codes, first_row + r, lane, y, by, policy);
+      continue;
+    }
     uint2 codes = {0, 0};
     if (valid >> p & 1) {
       codes.x = int8x4(x[p][0] - mean[0], x[p][1] - mean[1], x[p][2] - mean[2], x[p][3] - mean[3],
@@ -186,7 +254,8 @@ __device__ __forceinline__ void quantise_k(const void* data, const Strides& s, c
   }
 }
 
-// [ROWS, V_HEAD] to [D8, ROWS] in E4M3, keys in the order of the operand P; or to FP16 in place.
+// [ROWS, V_HEAD] to [D8, ROWS] in E4M3 or INT8, keys in the order of the operand P; or to FP16 in
+// place.
 __device__ __forceinline__ void quantise_v(const void* data, const Strides& s, const Mask& mask,
                                            const Sizes& n, void* out, int batch, int head,
                                            int block, const Statistics& known) {
@@ -245,8 +314,10 @@ __device__ __forceinline__ void quantise_v(const void* data, const Strides& s, c
 #pragma unroll
         for (int c = 0; c < 8; c++)
           words[(lane * 8 + c) * WORDS + (w ^ (lane * SPREAD))] =
-              e4m3x4(__fmul_rn(x[p][0][c], inverse[c]), __fmul_rn(x[p][1][c], inverse[c]),
-                     __fmul_rn(x[p][2][c], inverse[c]), __fmul_rn(x[p][3][c], inverse[c]));
+              INT8_PV
+                  ? int8x4(x[p][0][c], x[p][1][c], x[p][2][c], x[p][3][c], inverse[c])
+                  : e4m3x4(__fmul_rn(x[p][0][c], inverse[c]), __fmul_rn(x[p][1][c], inverse[c]),
+                           __fmul_rn(x[p][2][c], inverse[c]), __fmul_rn(x[p][3][c], inverse[c]));
     }
     __syncthreads();
     for (int i = threadIdx.x; i < D8 * (WORDS / 4); i += THREADS) {

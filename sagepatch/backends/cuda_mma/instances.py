@@ -4,9 +4,12 @@ policy.
 
 from __future__ import annotations
 
+import torch
+
 from sagepatch.backends.catalogue import CUDA_MMA
 from sagepatch.backends.cuda.build import TARGETS, Program
-from sagepatch.backends.cuda_mma.prepass import instances as prepasses
+from sagepatch.backends.cuda.prepass import instances as prepasses
+from sagepatch.backends.cuda_mma.prepass import means_instances
 from sagepatch.backends.cuda_mma.tiles import Options, instance
 from sagepatch.numerics.recipe import Recipe
 
@@ -24,10 +27,10 @@ def recipes(target: str) -> tuple[Recipe, ...]:
 
 def instances(target: str) -> tuple[Program, ...]:
     """The programs of every recipe that serves on `target`: attention, then pre-passes."""
-    attention = (
-        instance(recipe, dim, dim, target, options).program
-        for recipe in recipes(target)
-        for dim in HEAD_DIMS
-        for options in CALLS
-    )
-    return tuple(dict.fromkeys((*attention, *prepasses(recipes(target), target))))
+    found: dict[Program, None] = {}
+    for recipe in recipes(target):
+        for dim in HEAD_DIMS:
+            for options in CALLS:
+                found[instance(recipe, dim, dim, target, options).program] = None
+            found |= dict.fromkeys(means_instances(recipe, dim, target))
+    return (*found, *prepasses(target, recipes(target), (torch.bfloat16,)))
