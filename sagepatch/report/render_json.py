@@ -6,17 +6,20 @@ import json
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from sagepatch.errors import ModelError
+from sagepatch.backends.catalogue import BY_NAME
+from sagepatch.calibration import table_json
+from sagepatch.calibration.table import Calibration, LayerTable
+from sagepatch.errors import InvalidArgument, ModelError, PlanError
 from sagepatch.numerics.recipe import TIERS
 from sagepatch.patchers.site import Left
 from sagepatch.plan import PlanRange
 from sagepatch.report.model import LayerRow, Report
 from sagepatch.report.pictures import Comparison
-from sagepatch.report.printable import printable_deep
+from sagepatch.report.printable import printable, printable_deep
 
 SCHEMA = 2
 # The fields of a report that stand at the top of its JSON, with their types.
@@ -60,13 +63,17 @@ def render(report: Report) -> str:
         "layers": [asdict(row) for row in report.layers],
         "left": [asdict(layer) for layer in report.left],
         "machine": report.machine,
+        "calibration": None
+        if report.calibration is None
+        else json.loads(table_json.rendered(report.calibration)),
     }
     return json.dumps(_finite(data), indent=1, allow_nan=False) + "\n"
 
 
 def load(path: str | os.PathLike[str]) -> Report:
     """Read a report that `render` wrote; of its pictures only the scores are in it. Fields it does
-    not know are skipped. Raises `ModelError` for anything but a report.
+    not know are skipped, and so is a table of kernels it does not know, with a warning. Raises
+    `ModelError` for anything but a report.
     """
     name = os.fspath(path)
     try:
@@ -81,8 +88,8 @@ def load(path: str | os.PathLike[str]) -> Report:
         raise ModelError(f"{name} has report schema {schema!r}, this version reads 1 to {SCHEMA}")
     try:
         known = _from_1(data) if schema == 1 else data
-        return _report(printable_deep(_finite(known)))
-    except (_Unfit, RecursionError) as unfit:
+        return _measured(_report(printable_deep(_finite(known))), known.get("calibration"), name)
+    except (_Unfit, RecursionError, PlanError, InvalidArgument) as unfit:
         raise ModelError(f"{name} is not a whole report: {unfit}") from unfit
 
 
@@ -110,7 +117,7 @@ def _from_1(data: dict[str, Any]) -> dict[str, Any]:
     rows = data.get("layers")
     if isinstance(rows, list):
         rows = [{**row, **added} if isinstance(row, dict) else row for row in rows]
-    return {**data, "exact_run_seconds": None, "layers": rows}
+    return {**data, "exact_run_seconds": None, "calibration": None, "layers": rows}
 
 
 def _report(data: dict[str, Any]) -> Report:
@@ -125,6 +132,19 @@ def _report(data: dict[str, Any]) -> Report:
         pictures=_pictures(data.get("pictures")),
         **_typed(data, _TOP, "the report"),
     )
+
+
+def _measured(report: Report, data: Any, name: str) -> Report:
+    """The report with its table of measurements, where that is one of kernels known here."""
+    if data is None:
+        return report
+    values = table_json.parsed(json.dumps(data), name)
+    layers = tuple(LayerTable(*layer) for layer in values.pop("layers"))
+    unknown = sorted({one for layer in layers for one in layer.names} - set(BY_NAME))
+    if unknown:
+        said = f"its measurements are left out: no kernel is called {', '.join(unknown)} here"
+        return replace(report, warnings=(*report.warnings, printable(said)))
+    return report.with_calibration(Calibration(layers=layers, **values))
 
 
 def _layer(data: Any) -> LayerRow:

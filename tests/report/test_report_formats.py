@@ -77,6 +77,7 @@ SCHEMA = {
     "exact_run_seconds": "num?",
     "attention": ATTENTION, "pictures": PICTURES, "layers": [LAYER],
     "left": [{"name": "str", "kind": "str", "reason": "str"}], "machine": "obj",
+    "calibration": "obj?",
 }  # fmt: skip
 
 

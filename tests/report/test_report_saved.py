@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from report.tables import report_of_table, table
 from report_rows import EXACT, RANGED, REPORT, ROW
 
 from sagepatch.errors import InvalidArgument, ModelError
@@ -40,10 +41,61 @@ def test_what_was_no_number_reads_back_as_unknown(tmp_path: Path) -> None:
     assert row.rel_l1 is row.rmse is None
 
 
+@pytest.mark.parametrize("seed", [1, 3])
+def test_its_measurements_read_back(seed: int, tmp_path: Path) -> None:
+    full = report_of_table(table(seed, layers=3))
+    full.to_json(tmp_path / "r.json")
+    again = load(tmp_path / "r.json")
+    assert again == full
+    assert again.to_html() == full.to_html()
+    assert again.calibration is not None
+    assert again.calibration.plan(0.9991) == table(seed, layers=3).plan(0.9991)
+
+
+def test_what_is_not_finite_decides_as_before(tmp_path: Path) -> None:
+    full = report_of_table(table(1))
+    full.to_json(tmp_path / "r.json")
+    again = load(tmp_path / "r.json").calibration
+    assert again is not None
+    for threshold in (0.0, 0.99, 0.998, 0.9999):
+        runs = [
+            [one.variants for one in each.plan(threshold).entries] for each in (again, table(1))
+        ]
+        assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda table: table.update(schema=99), "schema 99"),
+        (lambda table: table["layers"][0].pop("rows"), "no whole table"),
+        (lambda table: table["layers"][0].update(site="elsewhere"), "layers that this report has"),
+    ],
+    ids=["schema", "rows", "site"],
+)
+def test_measurements_that_are_none(change: Any, said: str, tmp_path: Path) -> None:
+    data = json.loads(report_of_table(table(1)).to_json())
+    change(data["calibration"])
+    with pytest.raises(ModelError, match=said):
+        load(_saved(tmp_path, data))
+
+
+def test_measurements_of_kernels_that_are_not_here(tmp_path: Path) -> None:
+    text = report_of_table(table(1)).to_json()
+    data = json.loads(text)
+    data["calibration"] = json.loads(
+        json.dumps(data["calibration"]).replace("triton.sage1_b_f32", "mlx.sage9")
+    )
+    made = load(_saved(tmp_path, data))
+    assert made.calibration is None
+    assert "no kernel is called mlx.sage9 here" in made.warnings[-1]
+    made.to_html()
+
+
 def test_the_first_schema_reads_on(tmp_path: Path) -> None:
     data = json.loads(replace(REPORT, layers=(ROW,)).to_json())
     data["schema"] = 1
-    del data["exact_run_seconds"]
+    del data["exact_run_seconds"], data["calibration"]
     for name in ("worst_step", "ranges", "k_offset", "q_outlier", "p_entropy", "remedy"):
         del data["layers"][0][name]
     read = load(_saved(tmp_path, data))
