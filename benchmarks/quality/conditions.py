@@ -13,9 +13,10 @@ import torch
 
 import sagepatch
 from benchmarks.quality.baselines import NAMES, baseline
-from sagepatch.backends.catalogue import BY_NAME, EMULATED, SDPA, TRITON
+from sagepatch.backends.catalogue import BY_NAME, CATALOGUE, EMULATED, SDPA, TRITON
 from sagepatch.errors import SagepatchError
 from sagepatch.plan import Plan
+from sagepatch.spec import arch_of
 from sagepatch.variant import Variant
 
 Group = Literal["exact", "recipe", "plan", "baseline"]
@@ -23,8 +24,8 @@ Group = Literal["exact", "recipe", "plan", "baseline"]
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """One way to run a model's attention. `name` is a recipe's or a baseline's; `plan` belongs to
-    the group of that name.
+    """One way to run a model's attention. `name` is a recipe's, run by Triton on a GPU, the full
+    name of another toolchain's kernel, or a baseline's; `plan` belongs to the group of that name.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Condition:
                 counts[runs] = counts.get(runs, 0) + 1
             return "; ".join(f"{count} x {name}" for name, count in sorted(counts.items()))
         if self.group == "recipe":
-            return f"{toolchain(device)}.{self.name}"
+            return variant_of(self, device).name
         found = baseline(self.name, toolchain(device))
         return f"{found.toolchain}, a baseline"
 
@@ -60,7 +61,16 @@ def toolchain(device: torch.device) -> str:
 def recipes(device: torch.device) -> list[Condition]:
     """Every recipe that this device has a kernel or an emulation of."""
     listed = TRITON if device.type == "cuda" else EMULATED
-    return [Condition(variant.recipe.name, "recipe") for variant in listed]
+    found = [Condition(variant.recipe.name, "recipe") for variant in listed]
+    if device.type == "cuda":
+        arch = arch_of(device)
+        others = (v for v in CATALOGUE if v.devices == {"cuda"} and v.toolchain != "triton")
+        found += [
+            Condition(v.name, "recipe")
+            for v in others
+            if v.withheld is None and v.archs is not None and arch in v.archs
+        ]
+    return found
 
 
 def baselines() -> list[Condition]:
@@ -70,7 +80,8 @@ def baselines() -> list[Condition]:
 
 @contextmanager
 def under(condition: Condition, model: Any, device: torch.device) -> Iterator[None]:
-    """Run `model`, a pipeline or a module, under a condition; every layer must obey.
+    """Run `model`, a pipeline or a module, under a condition; every layer must obey. No guard
+    mends what a kernel does.
 
     Raises `RuntimeError` where a layer ran anything else than what the condition says.
     """
@@ -79,14 +90,13 @@ def under(condition: Condition, model: Any, device: torch.device) -> Iterator[No
         return
     if condition.plan is not None:
         emulate = device.type != "cuda"
-        with sagepatch.apply(model, plan=condition.plan, emulate=emulate) as patch:
+        with sagepatch.apply(model, plan=condition.plan, emulate=emulate, guard="off") as patch:
             yield
             _obeyed(patch, {entry.site: set(entry.variants) for entry in condition.plan.entries})
         return
     if condition.group == "recipe":
-        name = f"{toolchain(device)}.{condition.name}"
-        assert name in BY_NAME
-        with sagepatch.apply(model, variant=name, strict=True) as patch:
+        name = variant_of(condition, device).name
+        with sagepatch.apply(model, variant=name, strict=True, guard="off") as patch:
             yield
             _obeyed(patch, {layer.name: {name} for layer in patch.layers})
         return
@@ -113,7 +123,8 @@ def _obeyed(patch: sagepatch.Patch, wanted: dict[str, set[str]]) -> None:
 def variant_of(condition: Condition, device: torch.device) -> Variant:
     """The kernel of a recipe or a baseline; a plan has one a layer and none of its own."""
     if condition.group == "recipe":
-        return BY_NAME[f"{toolchain(device)}.{condition.name}"]
+        name = condition.name
+        return BY_NAME[name if "." in name else f"{toolchain(device)}.{name}"]
     if condition.group == "baseline":
         return baseline(condition.name, toolchain(device))
     raise ValueError(f"{condition.name} is not one kernel")

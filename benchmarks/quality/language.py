@@ -21,7 +21,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import sagepatch
-from benchmarks.quality import layers, tables
+from benchmarks.quality import ahead, layers, tables
 from benchmarks.quality.conditions import (
     EXACT,
     FAILURES,
@@ -40,16 +40,22 @@ from benchmarks.quality.conditions import (
     recipes,
     under,
 )
-from benchmarks.quality.language_measure import Record, perplexity, recall, summarised
-from benchmarks.quality.language_model import FULL, TINY, Size, Trainer, new_model, train
+from benchmarks.quality.language_measure import (
+    MOST_ROWS,
+    PASS_TOKENS,
+    Record,
+    perplexity,
+    recall,
+    summarised,
+)
+from benchmarks.quality.language_model import FULL, TINY, Size, Trainer, train
 from sagepatch.plan import Plan
 
-LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
-RECALL_LENGTHS = (1024, 4096, 8192, 16384, 32768)
+LENGTHS = (1024, 4096, 16384, 32768)
+RECALL_LENGTHS = (4096, 16384, 32768)
 TINY_LENGTHS = (512, 1024)
 # Documents of one round; every condition sees a round before the next begins.
 ROUND = 4
-AHEAD = 10
 LAYER_TOKENS = 4096
 
 
@@ -78,13 +84,13 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=tables.HERE)
     parser.add_argument("--train-seconds", type=float, default=140)
     parser.add_argument("--measure-seconds", type=float, default=70)
+    parser.add_argument("--until", type=float, help="begin no round that would end after so long")
     parser.add_argument("--most-megabytes", type=float, default=120)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--commit")
-    parser.add_argument("--ahead", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -93,19 +99,16 @@ def main() -> None:
     options = parsed()
     scale = TINY_SCALE if options.tiny else FULL_SCALE
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if options.ahead is not None:
-        compile_ahead(scale, device, options.ahead)
-        return
     kept = [word for word in sys.argv[1:] if not word.startswith("--commit")]
     command = " ".join(["python -m benchmarks.quality.language", *kept])
     about = tables.provenance(command, options.commit)
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.model or options.keep or Path(scratch) / "model"
-        helpers = [] if device.type == "cpu" else ahead(options.tiny)
+        helpers = [] if device.type == "cpu" else ahead.start(geometries(scale))
         if options.model is None:
             trained(options, scale.size, device, folder, about)
         model, held, text = loaded(folder, device)
-        say("compiled ahead:", [helper.wait() for helper in helpers])
+        say("compiled ahead:", [helper.poll() for helper in helpers])
         try:
             plan = calibrated(model, text, scale, device)
             plan.save(options.out / "language_plan.json")
@@ -118,29 +121,18 @@ def main() -> None:
         measure(model, held, scale, device, conditions, options, about)
 
 
-def ahead(tiny: bool) -> list[subprocess.Popen[bytes]]:
-    """Processes that compile every kernel while the model trains; Triton keeps them on disk."""
-    command = [sys.executable, "-m", "benchmarks.quality.language", *(["--tiny"] * tiny), "--ahead"]
-    return [subprocess.Popen([*command, str(number)]) for number in range(AHEAD)]
-
-
-def compile_ahead(scale: Scale, device: torch.device, number: int) -> None:
-    """Run a share of the conditions once on every shape, on one layer of random weights."""
-    torch.cuda.set_per_process_memory_fraction(0.08)
-    model = new_model(replace(scale.size, layers=1), device, torch.bfloat16).eval()
-    longest = max(scale.lengths)
-    document = torch.randint(7, 4096, (1, longest), device=device)
-    everything = [*recipes(device), *baselines()]
-    # The plan's candidates are timed in a process of their own; its kernels are these recipes'.
-    for condition in everything[number::AHEAD]:
-        try:
-            with under(condition, model, device):
-                perplexity(condition.name, model, document, 0, scale.lengths)
-                recall(condition.name, model, document, 0, scale.recall_lengths)
-                with torch.inference_mode():
-                    model(document[:, : scale.layer_tokens])
-        except FAILURES as error:
-            print(f"ahead: {condition.name}: {error}", flush=True)
+def geometries(scale: Scale) -> list[ahead.Geometry]:
+    """The calls that the measuring makes, and those of the demo pipeline, which may run beside."""
+    size, longest = scale.size, max(scale.lengths)
+    rows = {(max(1, min(PASS_TOKENS, longest) // length), length) for length in scale.lengths}
+    rows |= {(min(MOST_ROWS, longest // length), length) for length in scale.recall_lengths}
+    rows.add((1, scale.layer_tokens))
+    causal = [
+        ahead.Geometry(many, size.heads, size.kv_heads, length, size.head_dim, 1)
+        for many, length in sorted(rows)
+    ]
+    demo = [ahead.Geometry(count, 3, 3, 1056, 64, 0) for count in (192, 4)]
+    return [*demo, *causal]
 
 
 def trained(
@@ -167,7 +159,7 @@ def trained(
     say("compiled; waiting for the corpus")
     if corpus.wait():
         raise RuntimeError("the corpus could not be made")
-    tokens = np.load(folder / "tokens.npz")["train"]
+    tokens = torch.from_numpy(np.load(folder / "tokens.npz")["train"].astype(np.int32)).to(device)
     say(f"training on {len(tokens) / 1e6:.1f} M tokens")
     rows = []
     for row in train(trainer, tokens, options.train_seconds):
@@ -242,31 +234,33 @@ def measure(
     """Rounds of documents until the time is up; what every condition has seen is written."""
     documents = documents_of(held, max(scale.lengths), device)
     say(f"{len(documents)} held-out documents of {max(scale.lengths)} tokens")
-    ends = time.perf_counter() + options.measure_seconds
     records: list[Record] = []
     failed: set[str] = set()
+    began = time.perf_counter()
+    ends = started + options.until if options.until else began + options.measure_seconds
+    longest_round = 0.0
     for first in range(0, len(documents), ROUND):
+        round_began = time.perf_counter()
+        if round_began + longest_round > ends:
+            break
         batch = documents[first : first + ROUND]
-        fresh: list[Record] = []
         for condition in conditions:
             if condition.name in failed:
                 continue
-            if first and time.perf_counter() > ends:
-                break
             try:
                 with under(condition, model, device):
-                    fresh += perplexity(condition.name, model, batch, first, scale.lengths)
+                    fresh = perplexity(condition.name, model, batch, first, scale.lengths)
                     fresh += recall(condition.name, model, batch, first, scale.recall_lengths)
             except FAILURES:
                 traceback.print_exc()
                 failed.add(condition.name)
                 print(f"{condition.name} failed and is left out", flush=True)
-        else:
-            records += [record for record in fresh if record.condition not in failed]
-            say(f"{first + len(batch)} documents measured")
-            write_summary(records, conditions, device, options.out, about)
-            continue
-        break
+            else:
+                records += fresh
+        records = [record for record in records if record.condition not in failed]
+        longest_round = max(longest_round, time.perf_counter() - round_began)
+        say(f"{first + len(batch)} documents measured")
+        write_summary(records, conditions, device, options.out, about)
     say("failed:", sorted(failed) or "nothing")
     raw = [asdict(record) for record in records]
     tables.write(options.out / "language_records.csv", raw, {})

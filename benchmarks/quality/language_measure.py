@@ -23,6 +23,8 @@ PASS_TOKENS = 32768
 PER_ROW, MOST_ROWS = 8, 4
 # Logits of so many tokens at once.
 HEAD_TOKENS = 8192
+# Seeds of the questions differ by document and length.
+LARGEST_LENGTH = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +110,17 @@ def answered(model: Any, ids: Tensor, answers: Sequence[Answer]) -> list[tuple[i
     all were.
     """
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
-    found = []
+    rows = torch.tensor([a.row for a in answers for _ in range(a.first, a.last)])
+    places = torch.tensor([place for a in answers for place in range(a.first, a.last)])
+    rows, places = rows.to(ids.device), places.to(ids.device)
+    guessed = model.lm_head(hidden[rows, places - 1]).argmax(1)
+    right = (guessed == ids[rows, places]).tolist()
+    found, at = [], 0
     for answer in answers:
-        states = hidden[answer.row, answer.first - 1 : answer.last - 1]
-        right = model.lm_head(states).argmax(1) == ids[answer.row, answer.first : answer.last]
-        found.append((right.sum(), right.all()))
-    sums = torch.stack([torch.stack([a.long(), b.long()]) for a, b in found]).tolist()
-    return [(tokens, bool(whole)) for tokens, whole in sums]
+        marks = right[at : at + answer.last - answer.first]
+        at += len(marks)
+        found.append((sum(marks), all(marks)))
+    return found
 
 
 def recall(
@@ -126,13 +132,11 @@ def recall(
     found = []
     for length in lengths:
         rows = min(MOST_ROWS, documents.shape[1] // length)
-        for at, document in enumerate(documents.cpu().numpy()):
+        for at, document in enumerate(documents.cpu()):
             number = first + at
-            chance = np.random.default_rng((number, length))
-            text = document[: rows * length].reshape(rows, length)
-            ids, answers = questions(text, PER_ROW, chance)
-            moved = torch.from_numpy(ids).to(documents.device)
-            marks = answered(model, moved, answers)
+            text = document[: rows * length].view(rows, length)
+            ids, answers = questions(text, PER_ROW, number * LARGEST_LENGTH + length)
+            marks = answered(model, ids.to(documents.device), answers)
             totals: dict[tuple[str, int], list[float]] = {}
             for answer, (tokens, whole) in zip(answers, marks, strict=True):
                 if answer.task == "copy":

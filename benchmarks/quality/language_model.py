@@ -4,30 +4,29 @@ clock on the corpus with tasks woven in.
 
 from __future__ import annotations
 
-import queue
-import threading
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from benchmarks.quality.corpus import VOCABULARY
-from benchmarks.quality.tasks import training_row
+from benchmarks.quality.tasks import training_rows
 from examples.train_demo.muon import Muon
 
 LONGEST = 32768
+ROPE_THETA = 500000.0
+NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
     """Width, layers, heads, and how it is trained: `stages` are (share of the time, tokens a row);
-    every step has `step_tokens`.
+    every step has `step_tokens`, or one row where that is longer.
     """
 
     hidden: int = 640
@@ -36,19 +35,23 @@ class Size:
     heads: int = 10
     kv_heads: int = 2
     head_dim: int = 64
-    stages: tuple[tuple[float, int], ...] = ((0.62, 2048), (0.22, 8192), (0.16, LONGEST))
-    step_tokens: int = 32768
+    stages: tuple[tuple[float, int], ...] = (
+        (0.25, 512),
+        (0.37, 2048),
+        (0.22, 8192),
+        (0.16, LONGEST),
+    )
+    step_tokens: int = 16384
 
 
 FULL = Size()
 # To prove that everything runs; learns nothing.
-TINY = Size(64, 128, 2, 2, 1, 32, ((0.5, 512), (0.5, 1024)), 2048)
+TINY = Size(64, 128, 2, 2, 1, 32, ((0.5, 512), (0.5, 4096)), 2048)
 
 MUON_RATE, ADAM_RATE = 4e-3, 2e-3
 WARM_STEPS, FLAT = 60, 0.45
 # One item a so many tokens of a training row, and the share of rows that have any.
-TOKENS_AN_ITEM, SHARE_WITH_ITEMS = 120, 0.6
-MOST_ITEMS = 64
+TOKENS_AN_ITEM, SHARE_WITH_ITEMS, MOST_ITEMS = 120, 0.6, 64
 
 
 def new_model(size: Size, device: torch.device, dtype: torch.dtype) -> Any:
@@ -64,7 +67,8 @@ def new_model(size: Size, device: torch.device, dtype: torch.dtype) -> Any:
         num_key_value_heads=size.kv_heads,
         head_dim=size.head_dim,
         max_position_embeddings=LONGEST,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        rms_norm_eps=NORM_EPS,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         tie_word_embeddings=True,
         bos_token_id=0,
         eos_token_id=0,
@@ -74,60 +78,54 @@ def new_model(size: Size, device: torch.device, dtype: torch.dtype) -> Any:
     return LlamaForCausalLM(config).to(device, dtype)
 
 
-def loss_of(
-    hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """As Llama's: in FP32, rounded before the weight."""
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, True) + NORM_EPS)).to(x.dtype)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE of x [T, H, D] by cos and sin [T, 1, D], halves rotated."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+def before(
+    x: Tensor, norm: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a layer does before attention: x [T, C] to q, k, v [T, heads, D]."""
+    h = rms_norm(x, norm)
+    q, k, v = ((h @ w.T).unflatten(1, (-1, cos.shape[-1])) for w in (wq, wk, wv))
+    return turned(q, cos, sin), turned(k, cos, sin), v
+
+
+def after(
+    x: Tensor, attended: Tensor, wo: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor
+) -> Tensor:
+    """What a layer does after attention: x [T, C], attended [T, heads * D] to [T, C]."""
+    x = x + attended @ wo.T
+    h = rms_norm(x, norm)
+    return x + (F.silu(h @ gate.T) * (h @ up.T)) @ down.T
+
+
+def losses_of(
+    x: Tensor, norm: Tensor, head: Tensor, targets: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The weighted mean loss of a step, and the sums of plain text and of answers with their
-    counts [4]; hidden [T, C], head [vocabulary, C], targets and weights [T].
+    """The weighted sum of the losses of x [T, C], and of plain text and of answers the sums and
+    counts, [4]; targets and weights [T].
     """
-    losses = F.cross_entropy((hidden @ head.T).float(), targets, reduction="none")
-    answer = weights > 1
-    text = weights == 1
-    shown = torch.stack([(losses * text).sum(), text.sum(), (losses * answer).sum(), answer.sum()])
-    return (losses * weights).sum() / weights.sum(), shown.detach()
+    losses = F.cross_entropy((rms_norm(x, norm) @ head.T).float(), targets, reduction="none")
+    text, answer = weights == 1, weights > 1
+    shown = [(losses * text).sum(), text.sum(), (losses * answer).sum(), answer.sum()]
+    return (losses * weights).sum(), torch.stack(shown).detach()
 
 
-class Feeder:
-    """Training batches, made by threads ahead of the model; ends with the process."""
-
-    def __init__(self, tokens: NDArray[np.uint16], size: Size, device: torch.device) -> None:
-        self.tokens, self.step_tokens, self.device = tokens, size.step_tokens, device
-        self._length = size.stages[0][1]
-        self._ready: queue.Queue[tuple[int, Tensor, Tensor]] = queue.Queue(6)
-        for number in range(3):
-            threading.Thread(target=self._fill, args=(number,), daemon=True).start()
-
-    def batch(self, length: int) -> tuple[Tensor, Tensor]:
-        """Ids and loss weights [rows, length] on the device."""
-        self._length = length
-        while True:
-            made, ids, weights = self._ready.get()
-            if made == length:
-                return (
-                    ids.to(self.device, non_blocking=True),
-                    weights.to(self.device, non_blocking=True),
-                )
-
-    def _fill(self, number: int) -> None:
-        chance = np.random.default_rng(number)
-        pin = self.device.type == "cuda"
-        while True:
-            length = self._length
-            rows = [self._row(length, chance) for _ in range(max(1, self.step_tokens // length))]
-            ids = torch.from_numpy(np.stack([row[0] for row in rows]))
-            weights = torch.from_numpy(np.stack([row[1] for row in rows]))
-            if pin:
-                ids, weights = ids.pin_memory(), weights.pin_memory()
-            self._ready.put((length, ids, weights))
-
-    def _row(
-        self, length: int, chance: np.random.Generator
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        start = int(chance.integers(0, len(self.tokens) - length))
-        items = 0
-        if chance.random() < SHARE_WITH_ITEMS:
-            items = min(MOST_ITEMS, length // TOKENS_AN_ITEM)
-        return training_row(self.tokens[start : start + length], items, chance)
+def rotations(length: int, dim: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """cos and sin of RoPE, [length, 1, dim] each."""
+    inverse = ROPE_THETA ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
+    angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * inverse
+    wide = torch.cat([angles, angles], 1).unsqueeze(1)
+    return [wide.cos().to(dtype), wide.sin().to(dtype)]
 
 
 def rate_at(share: float, step: int) -> float:
@@ -137,49 +135,80 @@ def rate_at(share: float, step: int) -> float:
 
 
 class Trainer:
-    """A model in training: `dtype` weights for the products, FP32 masters for the steps."""
+    """A model in training: `dtype` weights for the products, FP32 masters for the steps.
+
+    What works token by token is compiled once, for `step_tokens` of them, and serves every layer
+    and every length; attention runs between.
+    """
 
     def __init__(self, size: Size, device: torch.device, compiled: bool) -> None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.size, self.device = size, device
         self.model = new_model(size, device, dtype)
-        self.model.config.use_cache = False
-        self.body = self.model.model
         self.weights = list(self.model.parameters())
         self.masters = [nn.Parameter(weight.detach().float()) for weight in self.weights]
-        hidden = {id(p) for p in self.body.layers.parameters() if p.dim() == 2}
+        hidden = {id(p) for p in self.model.model.layers.parameters() if p.dim() == 2}
         pairs = list(zip(self.weights, self.masters, strict=True))
         self.muon = Muon([master for weight, master in pairs if id(weight) in hidden], MUON_RATE)
         rest = [master for weight, master in pairs if id(weight) not in hidden]
         self.adam = torch.optim.AdamW(
             rest, ADAM_RATE, (0.9, 0.95), weight_decay=0.0, fused=device.type == "cuda"
         )
-        self.loss_of = loss_of
+        self.before, self.after, self.losses_of = before, after, losses_of
         if compiled:
-            # One graph for all layers of a stage: compiling the whole model takes minutes.
-            for layer in self.body.layers:
-                layer.compile(dynamic=False)
-            self.loss_of = torch.compile(loss_of, dynamic=False)
+            self.before, self.after, self.losses_of = (
+                torch.compile(f, dynamic=False) for f in (before, after, losses_of)
+            )
+        longest = max(length for _, length in size.stages)
+        self.rope = rotations(longest, size.head_dim, device, dtype)
+
+    def hidden(self, ids: Tensor) -> list[Tensor]:
+        """The residual stream after the last layer, in parts of `step_tokens`; ids [R, S]."""
+        rows, length = ids.shape
+        cos, sin = (t[:length].repeat(rows, 1, 1).split(self.size.step_tokens) for t in self.rope)
+        stream = list(self.model.model.embed_tokens(ids.flatten()).split(self.size.step_tokens))
+        for layer in self.model.model.layers:
+            a, m = layer.self_attn, layer.mlp
+            projections = (a.q_proj.weight, a.k_proj.weight, a.v_proj.weight)
+            parts = [
+                self.before(x, layer.input_layernorm.weight, *projections, c, s)
+                for x, c, s in zip(stream, cos, sin, strict=True)
+            ]
+            q, k, v = (
+                torch.cat(p).unflatten(0, (rows, length)).transpose(1, 2)
+                for p in zip(*parts, strict=True)
+            )
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            attended = out.transpose(1, 2).reshape(rows * length, -1).split(self.size.step_tokens)
+            rest = (m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight)
+            stream = [
+                self.after(x, y, a.o_proj.weight, layer.post_attention_layernorm.weight, *rest)
+                for x, y in zip(stream, attended, strict=True)
+            ]
+        return stream
 
     def forward_backward(self, ids: Tensor, weights: Tensor) -> Tensor:
-        """Gradients of one batch [rows, S]; returns the sums of `loss_of`."""
-        hidden = self.body(input_ids=ids, use_cache=False).last_hidden_state
-        loss, shown = self.loss_of(
-            hidden[:, :-1].flatten(0, 1),
-            self.model.lm_head.weight,
-            ids[:, 1:].flatten(),
-            weights[:, 1:].flatten(),
-        )
+        """Gradients of one batch [R, S]; returns the sums of `losses_of`."""
+        # The last token of a row has no successor.
+        targets = F.pad(ids[:, 1:], (0, 1)).flatten().split(self.size.step_tokens)
+        worth = F.pad(weights[:, 1:], (0, 1)).flatten()
+        head, norm = self.model.lm_head.weight, self.model.model.norm.weight
+        parts = [
+            self.losses_of(x, norm, head, t, w)
+            for x, t, w in zip(
+                self.hidden(ids), targets, worth.split(self.size.step_tokens), strict=True
+            )
+        ]
+        loss = torch.stack([total for total, _ in parts]).sum() / worth.sum()
         loss.backward()
-        return shown
+        return torch.stack([shown for _, shown in parts]).sum(0)
 
     def step(self, ids: Tensor, weights: Tensor, rate: float) -> Tensor:
-        """One update; returns the sums of `loss_of`."""
+        """One update; returns the sums of `losses_of`."""
         shown = self.forward_backward(ids, weights)
         with torch.no_grad():
-            grads = [weight.grad for weight in self.weights]
-            for weight, master, grad in zip(self.weights, self.masters, grads, strict=True):
-                master.grad, weight.grad = grad.float(), None
+            for weight, master in zip(self.weights, self.masters, strict=True):
+                master.grad, weight.grad = weight.grad.float(), None
             nn.utils.clip_grad_norm_(self.masters, 1.0)
             self.muon.rate = MUON_RATE * rate
             self.adam.param_groups[0]["lr"] = ADAM_RATE * rate
@@ -189,51 +218,57 @@ class Trainer:
         return shown
 
     def warm(self) -> None:
-        """Compile for every stage before the clock starts; gradients are thrown away."""
-        for _, length in self.size.stages:
-            rows = max(1, self.size.step_tokens // length)
-            ids = torch.randint(0, VOCABULARY, (rows, length), device=self.device)
-            self.forward_backward(ids, torch.ones(rows, length, device=self.device))
-            for weight in self.weights:
-                weight.grad = None
+        """Compile before the clock starts; gradients are thrown away."""
+        length = self.size.stages[0][1]
+        rows = self.size.step_tokens // length
+        ids = torch.randint(0, VOCABULARY, (rows, length), device=self.device)
+        self.forward_backward(ids, torch.ones(rows, length, device=self.device))
+        for weight in self.weights:
+            weight.grad = None
 
 
-def train(
-    trainer: Trainer, tokens: NDArray[np.uint16], seconds: float
-) -> Iterator[dict[str, object]]:
-    """Train for so long; a row of the log at times, and one at the end of each stage."""
-    feeder = Feeder(tokens, trainer.size, trainer.device)
+def train(trainer: Trainer, tokens: Tensor, seconds: float) -> Iterator[dict[str, object]]:
+    """Train for so long on a stream of tokens on the device; rows of a log."""
+    generator = torch.Generator(trainer.device).manual_seed(0)
     started = time.perf_counter()
     step = seen = 0
     end = 0.0
     for share, length in trainer.size.stages:
         end += share
         sums: list[Tensor] = []
+        reach = torch.arange(length, device=trainer.device)
+        rows = max(1, trainer.size.step_tokens // length)
+        items = min(MOST_ITEMS, length // TOKENS_AN_ITEM)
         while (now := time.perf_counter() - started) < end * seconds or not sums:
-            ids, weights = feeder.batch(length)
+            starts = torch.randint(
+                0, len(tokens) - length, (rows, 1), generator=generator, device=trainer.device
+            )
+            ids, weights = training_rows(
+                tokens[starts + reach].long(), items, SHARE_WITH_ITEMS, generator
+            )
             sums.append(trainer.step(ids, weights, rate_at(min(1.0, now / seconds), step)))
             step += 1
             seen += ids.numel()
             if step in (1, 10, 30) or step % 100 == 0:
-                # Waits for the device, and so keeps the clock honest.
-                yield _logged(step, seen, length, time.perf_counter() - started, sums)
+                yield _logged(step, seen, length, started, sums)
                 sums = sums[-1:]
             elif trainer.device.type == "cuda" and step % 8 == 0:
+                # The clock counts work done, not work queued.
                 torch.cuda.synchronize()
-        yield _logged(step, seen, length, time.perf_counter() - started, sums)
+        yield _logged(step, seen, length, started, sums)
 
 
 def _logged(
-    step: int, seen: int, length: int, seconds: float, sums: list[Tensor]
+    step: int, seen: int, length: int, started: float, sums: list[Tensor]
 ) -> dict[str, object]:
     text, texts, answer, answers = torch.stack(sums).sum(0).tolist()
-    if not np.isfinite(text + answer):
+    if not math.isfinite(text + answer):
         raise RuntimeError(f"the loss is not finite at step {step}")
     return {
         "step": step,
         "tokens": seen,
         "length": length,
-        "seconds": f"{seconds:.1f}",
+        "seconds": f"{time.perf_counter() - started:.1f}",
         "loss_text": f"{text / max(1, texts):.4f}",
         "loss_answers": f"{answer / max(1, answers):.4f}",
     }
