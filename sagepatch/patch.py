@@ -140,6 +140,7 @@ class Patch:
             threshold=self.threshold,
             emulated=self.policy.emulate,
             warnings=self._all_warnings(),
+            table=self.calibration(),
         )
 
     def replaced(self) -> dict[str, str]:
@@ -240,7 +241,10 @@ class Patch:
         by_site = {entry.site: entry for entry in plan.entries}
         for layer in self.layers:
             entry = by_site.get(layer.name)
-            if entry is None or entry.samples < FEWEST_SAMPLES or stale(entry) is not None:
+            outdated = None if entry is None else stale(entry)
+            if outdated is not None:
+                self.warnings.append(f"{layer.name}: {outdated}")
+            if entry is None or entry.samples < FEWEST_SAMPLES or outdated is not None:
                 self._measure(layer)
                 continue
             kept = f"kept from an earlier run: {entry.reason}"

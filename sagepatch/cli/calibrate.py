@@ -143,7 +143,7 @@ def calibrate(
         # The next `apply` looks for a plan of its threshold.
         if budget is None and time_us is None:
             keep_plan(plan, patch.machine)
-        made = patch.report()
+        made = patch.report().with_calibration(calibration)
     out().print(made)
     bound = given[0].removeprefix("--") if given else f"threshold {DEFAULT_THRESHOLD:g}"
     tell(f"{out_file}: {len(plan.entries)} layers at {bound}", style="bold")
