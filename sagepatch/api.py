@@ -26,7 +26,7 @@ from sagepatch.patch import Patch, patches_on
 from sagepatch.patchers.model import Parts, fingerprint, parts_of, search
 from sagepatch.patchers.site import Found
 from sagepatch.plan import DEFAULT_THRESHOLD, Plan
-from sagepatch.plan_cache import cached_plan
+from sagepatch.plan_cache import cached_plan, stale_plans
 
 __all__ = ["Patch", "apply", "calibrate", "restore"]
 
@@ -110,6 +110,8 @@ def apply(
     else:
         kept = None if emulate else cached_plan(mark, patch.machine, threshold)
         if kept is None:
+            if not emulate:
+                patch.warnings += stale_plans(mark, patch.machine, threshold)
             patch.calibrate_itself()
         else:
             patch.resume(kept)
