@@ -60,7 +60,7 @@ def _layers(rows: Sequence[LayerRow], width: int) -> Table:
     """
     columns = [column for column in map(_Column.of, *_cells(rows)) if not column.empty]
     longest = max(len("layer"), *(len(row.name) for row in rows))
-    kernels = [worded(row.variant, row.ranges) for row in rows]
+    kernels = [f"{row.variant} by step" if row.ranges else row.variant for row in rows]
     kernel = max(len("kernel"), *map(len, kernels))
     shared = ""
     if _room(columns, width) < longest + kernel:
@@ -156,6 +156,9 @@ def _events(rows: Sequence[LayerRow]) -> Iterator[Text]:
     for reason, names in fell_back:
         text = f"{_listed(names)}: {counted(calls[reason], 'call')} ran exact ({reason})"
         yield Text(text, style="dim")
+    ranged = [(row.name, worded(row.variant, row.ranges)) for row in rows if row.ranges]
+    for runs, names in grouped(ranged):
+        yield Text(f"{_listed(names)}, over the schedule: {runs}")
     tried = [(row.name, row.remedy) for row in rows if row.remedy is not None]
     for remedy, names in grouped(tried):
         yield Text(f"{_listed(names)}: {remedy}", style="dim")

@@ -211,7 +211,8 @@ def test_the_table_says_what_matters() -> None:
 def test_the_table_tells_steps_ranges_and_remedies() -> None:
     text = " ".join(render_text(replace(REPORT, layers=(ROW, RANGED)), 200).split())
     assert "head step us exact" in text
-    assert "triton.sage1_b to 87.5 %, sdpa.exact to 100 %" in text
+    assert "triton.sage2_8 by step 0.99831" in text
+    assert "blocks.2.attn, over the schedule: triton.sage1_b to 87.5 %, sdpa.exact to 100 %" in text
     assert "0.99831 0.0345 7 28 442" in text
     assert "blocks.2.attn: per-token scales: 0.9987" in text
 
