@@ -55,7 +55,7 @@ LENGTHS = (1024, 4096, 16384, 32768)
 RECALL_LENGTHS = (4096, 16384, 32768)
 TINY_LENGTHS = (512, 1024)
 # Documents of one round; every condition sees a round before the next begins.
-ROUND = 4
+ROUND = 2
 LAYER_TOKENS = 4096
 
 
@@ -104,9 +104,19 @@ def main() -> None:
     about = tables.provenance(command, options.commit)
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.model or options.keep or Path(scratch) / "model"
-        helpers = [] if device.type == "cpu" else ahead.start(geometries(scale))
+        trainer = None
         if options.model is None:
-            trained(options, scale.size, device, folder, about)
+            # The backward of cuDNN's attention has given NaN (torch 2.11, H200).
+            torch.backends.cuda.enable_cudnn_sdp(False)
+            trainer = Trainer(scale.size, device, not options.no_compile and device.type == "cuda")
+            corpus = start_corpus(options, folder, about)
+            trainer.warm()
+            say("compiled")
+        helpers = [] if device.type == "cpu" else ahead.start(geometries(scale))
+        if trainer is not None:
+            trained(options, trainer, corpus, folder, about)
+            del trainer
+            torch.backends.cuda.enable_cudnn_sdp(True)
         model, held, text = loaded(folder, device)
         say("compiled ahead:", [helper.poll() for helper in helpers])
         try:
@@ -135,28 +145,30 @@ def geometries(scale: Scale) -> list[ahead.Geometry]:
     return [*demo, *causal]
 
 
-def trained(
-    options: argparse.Namespace,
-    size: Size,
-    device: torch.device,
-    folder: Path,
-    about: dict[str, str],
-) -> None:
-    """Make the corpus and a model, and leave both in a folder."""
+def start_corpus(
+    options: argparse.Namespace, folder: Path, about: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    """The corpus is made while the model compiles."""
     folder.mkdir(parents=True, exist_ok=True)
-    corpus = subprocess.Popen(
+    return subprocess.Popen(
         [
             *(sys.executable, "-m", "benchmarks.quality.corpus", "--out", str(folder)),
             *("--most-megabytes", str(options.most_megabytes), "--commit", about["commit"]),
         ]
     )
-    # The backward of cuDNN's attention has given NaN (torch 2.11, H200).
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    trainer = Trainer(size, device, compiled=not options.no_compile and device.type == "cuda")
+
+
+def trained(
+    options: argparse.Namespace,
+    trainer: Trainer,
+    corpus: subprocess.Popen[bytes],
+    folder: Path,
+    about: dict[str, str],
+) -> None:
+    """Train, and leave the model beside its corpus."""
+    device = trainer.device
     parameters = sum(weight.numel() for weight in trainer.weights)
-    say(f"{parameters / 1e6:.1f} M parameters; compiling")
-    trainer.warm()
-    say("compiled; waiting for the corpus")
+    say(f"{parameters / 1e6:.1f} M parameters; waiting for the corpus")
     if corpus.wait():
         raise RuntimeError("the corpus could not be made")
     tokens = torch.from_numpy(np.load(folder / "tokens.npz")["train"].astype(np.int32)).to(device)
@@ -169,7 +181,6 @@ def trained(
     sources = tables.read(folder / "sources.csv")
     tables.write(options.out / "language_sources.csv", sources, {})
     trainer.model.save_pretrained(folder)
-    torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 def loaded(
@@ -241,7 +252,7 @@ def measure(
     longest_round = 0.0
     for first in range(0, len(documents), ROUND):
         round_began = time.perf_counter()
-        if round_began + longest_round > ends:
+        if first and round_began + longest_round > ends:
             break
         batch = documents[first : first + ROUND]
         for condition in conditions:
