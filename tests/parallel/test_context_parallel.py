@@ -196,3 +196,18 @@ def test_compiled_on_two_gpus(tmp_path: Path) -> None:
             torch.testing.assert_close(one.out, one.restored, rtol=1e-3, atol=1e-3)
             assert one.calls == [4 if case.degrees == RING else 2] * 4
             assert set(one.ran) == {KERNEL}
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+def test_ulysses_in_a_ring_on_four_gpus(tmp_path: Path) -> None:
+    cases = [ModelCase("flux", BOTH, KERNEL), ModelCase("wan", BOTH, KERNEL, False)]
+    ranks = on_ranks(4, each, tmp_path, one_model, cases, "cuda", backend="nccl")
+    for case, told in zip(cases, zip(*ranks, strict=True), strict=True):
+        expected = unpatched(case.model)
+        for one in told:
+            assert isinstance(one.out, Tensor), one.out
+            assert ((one.out - expected).norm() / expected.norm()).item() < QUANTISED_ERROR
+            assert set(one.ran) == {KERNEL}
+            assert not one.fallbacks
