@@ -51,7 +51,7 @@ TINY = Size(64, 128, 2, 2, 1, 32, ((0.5, 512), (0.5, 4096)), 2048)
 MUON_RATE, ADAM_RATE = 4e-3, 2e-3
 WARM_STEPS, FLAT = 60, 0.45
 # One item a so many tokens of a training row, and the share of rows that have any.
-TOKENS_AN_ITEM, SHARE_WITH_ITEMS, MOST_ITEMS = 120, 0.6, 64
+TOKENS_AN_ITEM, SHARE_WITH_ITEMS, MOST_ITEMS = 120, 0.75, 64
 
 
 def new_model(size: Size, device: torch.device, dtype: torch.dtype) -> Any:
