@@ -96,7 +96,7 @@ SHAPES = (
     Shape("hunyuan_33k", 1, 24, 32768, 128),
 )
 QUICK = (
-    *("sage2_8b_k128", "sage2_8", "sage2_8b", "sage2pp_8", "sage2pp_8_d4"),
+    *("sage2_8b_k128", "sage2_8", "sage2_8b", "sage2pp_8", "sage2pp_8_d4", "sage2pp_8_d6"),
     *("sage1_b", "sage1_b_f32", "sage1_t", "sage1_vb"),
 )
 ROWS_CHECKED = 256
@@ -240,10 +240,17 @@ def prepass_ms(call: Call, name: str, run: Callable[[], Tensor]) -> float | None
     bench = triton.testing.do_bench_cudagraph
     if isinstance(run, CudnnFp8):
         return float(bench(run.quantise, 20))
-    recipe = next((v.recipe for v in CATALOGUE if v.name == name), None)
-    if recipe is None or not name.startswith("triton."):
+    variant = next((v for v in CATALOGUE if v.name == name), None)
+    if variant is None or variant.toolchain not in ("triton", "cuda"):
         return None
-    return float(bench(lambda: prepass.prepare(call, recipe, None), 20))
+    if variant.toolchain == "triton":
+        return float(bench(lambda: prepass.prepare(call, variant.recipe, None), 20))
+    from sagepatch.backends.cuda import attention, prepass as cuda_prepass
+
+    raw_q = attention.raw_strides(call, variant.recipe) is not None
+    plan = cuda_prepass.plan_of(cuda_prepass.form_of(call, variant.recipe, raw_q=raw_q))
+    scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device="cuda")
+    return float(bench(lambda: plan.launch(call, scratch.data_ptr()), 20))
 
 
 def shell(*command: str) -> str:
@@ -251,9 +258,12 @@ def shell(*command: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def measure(shape: Shape, recipes: tuple[str, ...], rounds: int) -> list[dict[str, Any]]:
+def measure(
+    shape: Shape, recipes: tuple[str, ...], rounds: int, only: list[str]
+) -> list[dict[str, Any]]:
     call = make(shape)
     runs = peers(call, recipes)
+    runs = {name: run for name, run in runs.items() if any(word in name for word in only)}
     outs = {
         name: run.result() if isinstance(run, CudnnFp8) else run() for name, run in runs.items()
     }
@@ -312,6 +322,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--all-recipes", action="store_true")
+    parser.add_argument("--only", default="", help="variants whose name holds one of these words")
     parser.add_argument("--commit", default=shell("git", "rev-parse", "--short", "HEAD"))
     args = parser.parse_args()
     try:
@@ -336,7 +347,8 @@ def main() -> None:
             if time.monotonic() - start > args.seconds:
                 print(f"{shape.name}: left out, {args.seconds:g} s are over", flush=True)
                 continue
-            for row in measure(shape, () if args.all_recipes else QUICK, args.rounds):
+            recipes = () if args.all_recipes else QUICK
+            for row in measure(shape, recipes, args.rounds, args.only.split(",")):
                 writer.writerow({**row, **facts})
             file.flush()
 

@@ -9,26 +9,34 @@
 //   HALF_V      V is FP16, else E4M3                        HALF_T      T is FP16, else FP32
 //   ONES        row sums by the tensor core                 POLY        of 8 exp2, on the FMA pipe
 //   PINGPONG    warpgroups take turns (two of them)         IN_PLACE    P V adds to the output
-//   SERIAL      a warpgroup does one thing at a time
+//   SERIAL      a warpgroup does one thing at a time        SCALES_AHEAD  with SERIAL: of K, a tile early
 //   CAUSAL, WINDOW, KEY_MASK, PACKED                        OUT_HALF    out is FP16, else BF16
 //   SPLIT       the last blocks of queries are shared       SHARED_BYTES  of a block, dynamic
+//   RAW_Q       Q comes as FP16 (1) or BF16 (2), not as codes of the pre-pass (0)
 //
 // One tile of a warpgroup, in the order of issue: S(i) = Q K(i)^T; T = P(i-1) V(i-1); softmax of
 // S(i), which runs beside the second product; O = O alpha(i-1) + T. Scores of a thread: rows
 // lane / 4 and 8 under it, keys 8 j + 2 (lane % 4) + {0, 1} of each 8 keys j. With SERIAL a tile is
 // finished before the next begins: warpgroups overlap each other only, and S and T share registers.
 
+#include "ptx.cuh"
 #include "hopper.cuh"
 #include "wgmma.cuh"
 #include "attention_sizes.cuh"
 #include "attention_work.cuh"
 #include "attention_softmax.cuh"
+#if RAW_Q
+#define VECTORS 1
+#include "rows.cuh"
+#include "codes.cuh"
+#include "attention_queries.cuh"
+#endif
 #include "attention_output.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map,
-    const float* q_scale_log2,  // [B, Hq, Sq]
+    const float* q_scale_log2,  // [B, Hq, Sq], or null with RAW_Q
     const float* k_scale,       // [B, Hkv, k_blocks, 4], k_blocks of 64 keys
     const float* v_scale,       // [groups, Hkv, VALUE_PADDED]
     const float* shift_log2,    // [B, Hq, Sq], or null without lse
@@ -43,19 +51,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
     long long out_stride_b, long long out_stride_h, long long out_stride_s,
     int heads, int q_heads, int group, int q_len, int kv_len, int m_blocks, int whole, int section,
     int causal_offset, int window, int members, int k_blocks, int tiles, int key_words,
-    int share_tiles, int share_rest, uint32_t zero) {  // 0, which the compiler must not know
+    int share_tiles, int share_rest, int share_pieces, uint32_t zero,  // 0, which the compiler must not know
+    float q_factor) {                                // RAW_Q: softmax scale times log2(e)
   extern __shared__ __align__(1024) uint8_t shared[];  // a swizzle repeats every 1024 bytes
   const uint32_t q_at = shared_address(shared);
   const uint32_t k_at = q_at + Q_BYTES;
   const uint32_t v_at = k_at + STAGES * K_BYTES;
-  const uint32_t barriers = v_at + STAGES * V_BYTES;
+  const uint32_t raw_at = v_at + STAGES * V_BYTES;
+  const uint32_t barriers = raw_at + RAW_Q_BYTES;
   const uint32_t full_k = barriers, empty_k = full_k + 8 * STAGES, full_v = empty_k + 8 * STAGES,
                  empty_v = full_v + 8 * STAGES, full_q = empty_v + 8 * STAGES, empty_q = full_q + 8;
   const Sizes sizes = {heads,   q_heads,       group,  q_len,   kv_len, m_blocks,    whole,
-                       section, causal_offset, window, members, tiles,  share_tiles, share_rest};
+                       section, causal_offset, window, members, tiles,  share_tiles, share_rest, share_pieces};
+  const int turns = whole + (SPLIT ? share_pieces * gridDim.x : 0);
 
   prepare_shared({full_k, empty_k, full_v, empty_v, full_q, empty_q}, shared + (v_at - q_at));
   __syncthreads();
+  wait_for_front();
 
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
@@ -63,16 +75,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
     if (threadIdx.x == 0) {
       int stage = 0;
       uint32_t phase = 0, q_phase = 0;
-      Share share;
-      for (Shares shares(sizes); shares.take(sizes, share);) {
+      Dealt dealt(sizes);
+      for (int t = blockIdx.x; t < turns; t += gridDim.x) {
+        const Share share = dealt.take(sizes, t);
         Work w = work_of(share.t, sizes, cu_q, cu_kv, tile_counts);
         restrict_to(w, share);
-        if (w.count == 0) continue;
+        if (w.count <= 0) continue;
         wait(empty_q, q_phase ^ 1);
         q_phase ^= 1;
-        expect_bytes(full_q, Q_BYTES);
-        for (int p = 0; p < PANELS; p++)
-          load_box(q_at + p * BLOCK_M * SWIZZLE, &q_map, full_q, p * 128, w.q_row, w.head);
+        if constexpr (RAW_Q) {
+          expect_bytes(full_q, RAW_Q_BYTES);
+          load_box(raw_at, &q_map, full_q, 0, w.q_row, w.head - w.batch * q_heads, w.batch);
+        } else {
+          expect_bytes(full_q, Q_BYTES);
+          for (int p = 0; p < PANELS; p++)
+            load_box(q_at + p * BLOCK_M * SWIZZLE, &q_map, full_q, p * 128, w.q_row, w.head);
+        }
         for (int i = 0; i < w.count; i++) {
           int tile = tile_at(w, i, tile_list, tiles);
           int key = w.kv_row + tile * BLOCK_N;
@@ -107,8 +125,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
   int stage = 0;
   uint32_t phase = 0, q_phase = 0;
 
-  Share share;
-  for (Shares shares(sizes); shares.take(sizes, share);) {
+  Dealt dealt(sizes);
+  for (int t = blockIdx.x; t < turns; t += gridDim.x) {
+    const Share share = dealt.take(sizes, t);
     float O[VALUE / 2];
     float m0 = LOWEST, m1 = LOWEST, l0 = 0.0f, l1 = 0.0f;
 #pragma unroll
@@ -117,14 +136,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
     Work begun = work_of(share.t, sizes, cu_q, cu_kv, tile_counts);
     restrict_to(begun, share);
     if (begun.count > 0) {
-      const Work w = begun;
+      Work w = begun;
+      if constexpr (OWN_TILES) own_tiles(w, sizes, consumer);
       const int row = consumer * 64 + warp * 16 + (lane >> 2);  // and row + 8
       int S[SCORES];
       uint32_t P[CODES];
-      Sum T[FLUSHES][T_REGISTERS];
+      Accumulator T[FLUSHES][T_REGISTERS];
+#if RAW_Q
+      float q0, q1;
+      wait(full_q, q_phase);
+      q_phase ^= 1;
+      quantise_queries(shared + (raw_at - q_at) + consumer * 64 * HEAD * 2,
+                       shared + consumer * 64 * SWIZZLE, empty_q, q_factor, consumer, lane, warp,
+                       q0, q1);
+#else
       const long long q_first = (long long)w.head * q_len + w.q_row;
       const float q0 = q_scale_log2[q_first + min(row, w.q_rows - 1)];
       const float q1 = q_scale_log2[q_first + min(row + 8, w.q_rows - 1)];
+#endif
+      auto await_queries = [&]() {
+        if constexpr (!RAW_Q) {
+          wait(full_q, q_phase);
+          q_phase ^= 1;
+        }
+      };
       const float* scales =
           k_scale + ((long long)w.kv_head * k_blocks + w.kv_row / 64) * 4 + pair;
       const int last_block = k_blocks - 1 - w.kv_row / 64;
@@ -227,11 +262,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
       };
 
 #if SERIAL
-      wait(full_q, q_phase);
-      q_phase ^= 1;
+      await_queries();
       auto step = [&](auto masked, int i) {
         const int tile = tile_at(w, i, tile_list, tiles);
-        load_scales(masked, tile);
+        if constexpr (!SCALES_AHEAD) load_scales(masked, tile);
         wait(full_k + 8 * stage, phase);
         issue_scores();
         mma_wait<0>();
@@ -240,6 +274,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
         if constexpr (decltype(masked)::value) hide(S, tile, seen);
         softmax<decltype(masked)::value>(S, kc, q0, q1, m0, m1, l0, l1, alpha0, alpha1);
         pack(S, P);
+        if constexpr (SCALES_AHEAD)
+          load_scales(masked, tile_at(w, min(i + 1, w.count - 1), tile_list, tiles));
         if constexpr (IN_PLACE) rescale();
         wait(full_v + 8 * stage, phase);
         hold(P);
@@ -254,14 +290,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
         if (++stage == STAGES) { stage = 0; phase ^= 1; }
       };
       int i = 0;
-      next_scales += w.bottom * KEY_GROUPS * 4;
+      if constexpr (SCALES_AHEAD) load_scales(Flag<true>(), tile_at(w, 0, tile_list, tiles));
+      else next_scales += w.bottom * KEY_GROUPS * 4;
 #else
       // First tile: nothing to overlap with yet.
       {
         const int tile = tile_at(w, 0, tile_list, tiles);
         load_scales(Flag<true>(), tile);
-        wait(full_q, q_phase);
-        q_phase ^= 1;
+        await_queries();
         wait(full_k + 8 * stage, phase);
         if constexpr (PINGPONG) take_turn(1 + consumer);
         issue_scores();
@@ -330,7 +366,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
         for (; i < w.low; i++) step(Flag<true>(), i);
       for (; i < w.whole; i++) step(Flag<false>(), i);
       for (; i < w.count; i++) step(Flag<true>(), i);
-      if (speaks) arrive(empty_q);
+      if (!RAW_Q && speaks) arrive(empty_q);
 #if !SERIAL
       wait(full_v + 8 * stage, phase);
       hold(P);
@@ -345,8 +381,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
       other_pieces(stage);
       if (speaks) arrive(empty_v + 8 * stage);
       if (++stage == STAGES) { stage = 0; phase ^= 1; }
-
 #endif
+      for (int rest = OWN_TILES ? begun.count - w.count : 0; rest > 0; rest--) {
+        wait(full_k + 8 * stage, phase);
+        wait(full_v + 8 * stage, phase);
+        if (speaks) {
+          arrive(empty_k + 8 * stage);
+          arrive(empty_v + 8 * stage);
+        }
+        if (++stage == STAGES) { stage = 0; phase ^= 1; }
+      }
 
       if constexpr (ONES) {
         l0 = __shfl_sync(~0u, l0, lane & ~3);
@@ -366,34 +410,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
     int place = threadIdx.x;
     asm volatile("" : "+r"(place));
     const int row = consumer * 64 + (place & 127) / 32 * 16 + (place & 31) / 4;
-    if constexpr (SPLIT) {
-      // Whoever has the first tiles of a block comes to them last, and finds there what the others
-      // left.
-      const int me = consumer * 128 + (place & 127);
-      if (share.from > 0) {
-        leave_part(O, m0, m1, l0, l1, parts, ready, me);
-        continue;
-      }
-      if (share.to < ALL) {
+    // Whoever has the first tiles of a block comes to them last, and finds there what the others
+    // left.
+    const int me = consumer * 128 + (place & 127);
+    if (SPLIT && share.from > 0) {
+      leave_part(O, m0, m1, l0, l1, parts, ready, me);
+    } else if (!SPLIT || share.to > 0) {
+      if (SPLIT && share.to < ALL) {
         const int end = (share.t - whole + 1) * tiles;
-        for (int b = blockIdx.x + 1; Shares::begin_of(sizes, b) < end; b++)
+        for (int b = blockIdx.x + 1; Dealt::begin_of(sizes, b) < end; b++)
           take_part(O, m0, m1, l0, l1, parts, ready, me, b);
       }
-    }
-
-    const int kv_head = (w.head - w.batch * q_heads) / group;
-    const float* channel =
-        v_scale + ((long long)w.member * (q_heads / group) + kv_head) * VALUE_PADDED + 2 * pair;
-    uint16_t* to = out + w.batch * out_stride_b + (w.head - w.batch * q_heads) * out_stride_h +
-                   (long long)(w.q_row + row) * out_stride_s + 2 * pair;
-    store_rows(O, l0, l1, channel, to, out_stride_s, row, w.q_rows, pair);
-    if (lse && pair == 0) {
-      const long long at = (long long)w.head * q_len + w.q_row + row;
-      const float none = -__int_as_float(0x7F800000);
-      if (row < w.q_rows)
-        lse[at] = l0 == 0.0f ? none : (m0 + __log2f(l0) - P_LOG2 + shift_log2[at]) * LN2;
-      if (row + 8 < w.q_rows)
-        lse[at + 8] = l1 == 0.0f ? none : (m1 + __log2f(l1) - P_LOG2 + shift_log2[at + 8]) * LN2;
+      const int kv_head = (w.head - w.batch * q_heads) / group;
+      const float* channel =
+          v_scale + ((long long)w.member * (q_heads / group) + kv_head) * VALUE_PADDED + 2 * pair;
+      uint16_t* to = out + w.batch * out_stride_b + (w.head - w.batch * q_heads) * out_stride_h +
+                     (long long)(w.q_row + row) * out_stride_s;
+      store_rows(O, l0, l1, channel, to, out_stride_s, row, w.q_rows, pair);
+      if (lse && pair == 0) {
+        const long long at = (long long)w.head * q_len + w.q_row + row;
+        const float none = -__int_as_float(0x7F800000);
+        if (row < w.q_rows)
+          lse[at] = l0 == 0.0f ? none : (m0 + __log2f(l0) - P_LOG2 + shift_log2[at]) * LN2;
+        if (row + 8 < w.q_rows)
+          lse[at + 8] = l1 == 0.0f ? none : (m1 + __log2f(l1) - P_LOG2 + shift_log2[at + 8]) * LN2;
+      }
     }
   }
   if (PINGPONG && consumer == 0) take_turn(1);

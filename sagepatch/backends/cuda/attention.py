@@ -15,19 +15,23 @@ from torch import Tensor
 from sagepatch.backends.cuda.attention_tiles import HALF_PANEL, Options, instance, pick
 from sagepatch.backends.cuda.build import Program
 from sagepatch.backends.cuda.launch import Kernel, load, tensor_map
-from sagepatch.backends.cuda.prepass import Codes, Plan, plan_of
+from sagepatch.backends.cuda.prepass import MOST_PARTS, Codes, Plan, plan_of
 from sagepatch.backends.cuda.prepass_form import PAD, QK_PAD, V_PAD, form_of
+from sagepatch.numerics.prepass import LOG2E
 from sagepatch.numerics.recipe import Recipe
 from sagepatch.spec import Call
 
 # Keys and values of heads that run together are to stay in the L2 cache (50 MB on an H100).
 SECTION_BYTES = 32 << 20
 # Parameters of `attention` and `key_tiles`, as launch.Layout spells them.
-SIGNATURE = "TTT" + "P" * 13 + "qqq" + "i" * 17
+SIGNATURE = "TTT" + "P" * 13 + "qqq" + "i" * 18 + "f"
 KEY_TILES_SIGNATURE = "PPPii"
 KEY_TILES_THREADS = 1024
 # Sets of tensor maps that one launch remembers.
 MOST_MAPS = 64
+# What attention can make codes of, and what a tensor map asks of addresses and strides.
+RAW_DTYPES = (torch.float16, torch.bfloat16)
+MAP_BYTES = 16
 # Kinds of call that are remembered; past it all are forgotten.
 MOST_READY = 1024
 
@@ -37,7 +41,7 @@ class Operands(NamedTuple):
     there.
     """
 
-    q8: int
+    q8: int  # or q itself, where the attention makes its codes
     k8: int
     values: int  # vt8 or v16
     q_scale_log2: int
@@ -45,6 +49,7 @@ class Operands(NamedTuple):
     v_scale: int
     shift_log2: int
     key_bits: int
+    ready: int  # zeros, one a part of a shared block and warpgroup
 
     @classmethod
     def of(cls, codes: Codes) -> Operands:
@@ -54,7 +59,7 @@ class Operands(NamedTuple):
             *(codes.q8, codes.k8, values, codes.q_scale_log2, codes.k_scale, codes.v_scale),
             *(codes.shift_log2, codes.key_bits),
         )
-        return cls(*(0 if t is None else t.data_ptr() for t in tensors))
+        return cls(*(0 if t is None else t.data_ptr() for t in tensors), ready=0)
 
 
 class Offsets(NamedTuple):
@@ -68,6 +73,7 @@ class Offsets(NamedTuple):
     v_scale: int | None
     shift_log2: int | None
     key_bits: int | None
+    ready: int | None
 
     @classmethod
     def of(cls, prepared: Plan) -> Offsets:
@@ -82,6 +88,7 @@ class Offsets(NamedTuple):
             find("v_scale"),
             find("shift_log2"),
             find("key_bits"),
+            find("ready"),
         )
 
     def at(self, scratch: int) -> Operands:
@@ -104,10 +111,15 @@ class Shape:
     members: int | None
     out_dtype: torch.dtype
     out_strides: tuple[int, ...]
+    raw_q: tuple[torch.dtype, tuple[int, ...]] | None  # and strides, where it comes as it is
 
     @classmethod
-    def of(cls, call: Call, recipe: Recipe, out: Tensor) -> Shape:
-        """What of `call` and its output decides."""
+    def of(
+        cls, call: Call, recipe: Recipe, out: Tensor, raw_q: tuple[int, ...] | None = None
+    ) -> Shape:
+        """What of `call` and its output decides; `raw_q` from `raw_strides` where the attention is
+        to make the codes of Q.
+        """
         return cls(
             recipe,
             out.device.index,
@@ -120,6 +132,7 @@ class Shape:
             None if call.cu_seqlens_q is None else call.cu_seqlens_q.numel() - 1,
             out.dtype,
             out.stride(),
+            None if raw_q is None else (call.q.dtype, raw_q),
         )
 
 
@@ -138,7 +151,8 @@ class Launch:
         processors = _processors(shape.device)
         self.tiles = -(-Skv // tile.block_n)
         plain = causal_offset is None and not shape.key_mask and not packed
-        self.split = plain and tile.shares and splits(blocks, self.tiles, processors)
+        fits = processors * tile.warpgroups <= MOST_PARTS
+        self.split = plain and fits and tile.shares and splits(blocks, self.tiles, processors)
         made = instance(
             recipe,
             D,
@@ -150,6 +164,7 @@ class Launch:
                 packed=packed,
                 out_half=shape.out_dtype == torch.float16,
                 split=self.split,
+                raw_q=None if shape.raw_q is None else shape.raw_q[0],
             ),
         )
         self.shape, self.tile = shape, tile
@@ -157,6 +172,7 @@ class Launch:
             *(made.program, "attention", SIGNATURE),
             threads=tile.threads,
             shared_bytes=made.shared_bytes,
+            programmatic=True,
         )
         self.key_tiles: Kernel | None = None
         if shape.key_mask and causal_offset is None:
@@ -165,10 +181,11 @@ class Launch:
                 lists, "key_tiles", KEY_TILES_SIGNATURE, threads=KEY_TILES_THREADS
             )
         self.grid = processors if self.split else min(blocks, processors)
-        whole, share, rest = blocks, 0, 0
+        whole, share, rest, pieces = blocks, 0, 0, 0
         if self.split:
             whole = max(0, blocks // self.grid - 1) * self.grid
             share, rest = divmod((blocks - whole) * self.tiles, self.grid)
+            pieces = 2 + share // self.tiles
         padded = (Skv // PAD + members) * PAD if packed else -(-Skv // PAD) * PAD
         self.words = padded // 32
         head, value = -(-D // QK_PAD) * QK_PAD, -(-Dv // V_PAD) * V_PAD
@@ -179,26 +196,30 @@ class Launch:
             *shape.out_strides[:3],
             *(B * Hq, Hq, group, Sq, Skv, m_blocks, whole, min(B * Hq, section)),
             *(causal_offset or 0, shape.window or 0, members),
-            *(padded // 64, self.tiles, self.words, share, rest, 0),
+            *(padded // 64, self.tiles, self.words, share, rest, pieces, 0),
         )
         self.part_floats = self.grid * (made.value // 2 + 4) * 128 * tile.warpgroups
-        # Tensor maps: dtype, shape, box, bytes of the swizzle.
+        # Tensor maps: dtype, shape, strides, box, bytes of the swizzle.
         swizzle = made.row_bytes
         keys = 64 if tile.block_n % 128 else 128
         i8 = torch.int8
         self.maps = (
-            (i8, (B * Hq, Sq, head), (1, tile.block_m, swizzle), swizzle),
-            (i8, (B * Hkv, padded, head), (1, tile.block_n, swizzle), swizzle),
-            (torch.float16, (B * Hkv, padded, value), (1, tile.block_n, HALF_PANEL), 128)
+            _packed(i8, (B * Hq, Sq, head), (1, tile.block_m, swizzle), swizzle)
+            if shape.raw_q is None
+            else (shape.raw_q[0], shape.q, shape.raw_q[1], (1, 1, tile.block_m, head), 0),
+            _packed(i8, (B * Hkv, padded, head), (1, tile.block_n, swizzle), swizzle),
+            _packed(torch.float16, (B * Hkv, padded, value), (1, tile.block_n, HALF_PANEL), 128)
             if half_v
-            else (torch.float8_e4m3fn, (B * Hkv, value, padded), (1, made.value, keys), keys),
+            else _packed(
+                torch.float8_e4m3fn, (B * Hkv, value, padded), (1, made.value, keys), keys
+            ),
         )
         self._encoded: dict[tuple[int, int, int], tuple[bytes, ...]] = {}
 
     def __call__(self, call: Call, operands: Operands, out: Tensor, lse: Tensor | None) -> None:
         """Launch on the current stream of the device of `out`, which must be the current one."""
         device = self.shape.device
-        listed = counts = parts = ready = None
+        listed = counts = parts = None
         if self.key_tiles is not None:
             B = self.shape.q[0]
             listed = torch.empty((B, self.tiles), dtype=torch.int32, device=out.device)
@@ -207,8 +228,6 @@ class Launch:
             self.key_tiles(device, B, *at, self.tiles, self.words)
         if self.split:
             parts = torch.empty(self.part_floats, dtype=torch.float32, device=out.device)
-            size = self.grid * self.tile.warpgroups
-            ready = torch.zeros(size, dtype=torch.int32, device=out.device)
         cu_q, cu_kv = call.cu_seqlens_q, call.cu_seqlens_kv
         self.kernel(
             device,
@@ -223,8 +242,9 @@ class Launch:
             out.data_ptr(),
             0 if lse is None else lse.data_ptr(),
             0 if parts is None else parts.data_ptr(),
-            0 if ready is None else ready.data_ptr(),
+            operands.ready,
             *self.numbers,
+            call.scale * LOG2E,
         )
 
     def _maps(self, operands: Operands) -> tuple[bytes, ...]:
@@ -235,10 +255,35 @@ class Launch:
             if len(self._encoded) >= MOST_MAPS:
                 self._encoded.clear()
             found = self._encoded[key] = tuple(
-                tensor_map(at, dtype, shape, (shape[1] * shape[2], shape[2]), box, swizzle, 256)
-                for at, (dtype, shape, box, swizzle) in zip(key, self.maps, strict=True)
+                tensor_map(at, dtype, shape, strides, box, swizzle, 256)
+                for at, (dtype, shape, strides, box, swizzle) in zip(key, self.maps, strict=True)
             )
         return found
+
+
+def _packed(
+    dtype: torch.dtype, shape: tuple[int, int, int], box: tuple[int, int, int], swizzle: int
+) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
+    """The tensor map of a contiguous tensor."""
+    return dtype, shape, (shape[1] * shape[2], shape[2]), box, swizzle
+
+
+def raw_strides(call: Call, recipe: Recipe) -> tuple[int, ...] | None:
+    """Strides of batch, heads and tokens for the attention to read Q by tensor map and make its
+    codes; None where the pre-pass makes them: scales of blocks, a log-sum-exp (which needs the mean
+    of K), and tensors that a map cannot describe.
+    """
+    q = call.q
+    if recipe.q_granularity != "token" or call.return_lse or q.dtype not in RAW_DTYPES:
+        return None
+    *strides, last = q.stride()
+    if last != 1 or q.data_ptr() % MAP_BYTES:
+        return None
+    step = MAP_BYTES // q.element_size()
+    if any(n > 1 and (s <= 0 or s % step) for n, s in zip(q.shape, strides, strict=False)):
+        return None
+    # An axis of one element may have any stride.
+    return tuple(s if n > 1 else step for n, s in zip(q.shape, strides, strict=False))
 
 
 @lru_cache(maxsize=1024)
@@ -254,11 +299,11 @@ def _processors(device: int) -> int:
 
 def splits(blocks: int, tiles: int, processors: int) -> bool:
     """Whether the last blocks of queries are dealt out by tiles of keys: where whole ones would
-    leave over 3 % of the GPU idle, and everybody gets enough tiles to pay for the putting together.
+    leave over 8 % of the GPU idle, and everybody gets enough tiles to pay for the putting together.
     """
     rounds = -(-blocks // processors)
     idle = 1 - blocks / (rounds * processors)
-    return idle > 0.03 and blocks * tiles >= 8 * processors
+    return idle > 0.08 and blocks * tiles >= 8 * processors
 
 
 def run(call: Call, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
@@ -314,8 +359,9 @@ def _run(call: Call, recipe: Recipe, out: Tensor, lse: Tensor | None) -> None:
     kind = _kind(call, recipe)
     ready = _READY.get(kind)
     if ready is None:
-        prepared = plan_of(form_of(call, recipe))
-        launch = launch_of(Shape.of(call, recipe, out))
+        raw_q = raw_strides(call, recipe)
+        prepared = plan_of(form_of(call, recipe, raw_q=raw_q is not None))
+        launch = launch_of(Shape.of(call, recipe, out, raw_q))
         ready = Ready(recipe, prepared, launch, Offsets.of(prepared))
         if len(_READY) >= MOST_READY:
             _READY.clear()
@@ -323,9 +369,14 @@ def _run(call: Call, recipe: Recipe, out: Tensor, lse: Tensor | None) -> None:
     scratch = torch.empty(ready.prepared.scratch_bytes, dtype=torch.uint8, device=out.device)
     address = scratch.data_ptr()
     ready.prepared.launch(call, address)
-    ready.launch(call, ready.offsets.at(address), out, lse)
+    operands = ready.offsets.at(address)
+    if ready.launch.shape.raw_q is not None:
+        operands = operands._replace(q8=call.q.data_ptr())
+    ready.launch(call, operands, out, lse)
 
 
 def attend(call: Call, recipe: Recipe, codes: Codes, out: Tensor, lse: Tensor | None) -> None:
     """Launch the attention over codes that are there already, into `out` and `lse`."""
-    launch_of(Shape.of(call, recipe, out))(call, Operands.of(codes), out, lse)
+    launch = launch_of(Shape.of(call, recipe, out))
+    ready = torch.zeros(MOST_PARTS, dtype=torch.int32, device=out.device)
+    launch(call, Operands.of(codes)._replace(ready=ready.data_ptr()), out, lse)

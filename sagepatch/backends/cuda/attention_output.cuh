@@ -19,10 +19,11 @@ static __device__ __forceinline__ void leave_part(const float (&O)[VALUE / 2], f
   part[(VALUE / 2 + 2) * COMPUTING] = l0;
   part[(VALUE / 2 + 3) * COMPUTING] = l1;
   __threadfence();
-  asm volatile("bar.sync %0, 128;" ::"r"(3 + me / 128) : "memory");
-  if (me % 128 == 0)
-    asm volatile("st.release.gpu.global.s32 [%0], 1;"
-                 :: "l"(ready + blockIdx.x * WARPGROUPS + me / 128) : "memory");
+  meet(me / 128);
+  // Predicated, not branched: the registers of a warp stay uniform in the loop around.
+  asm volatile("{.reg .pred first; setp.eq.s32 first, %1, 0;"
+               "@first st.release.gpu.global.s32 [%0], 1;}"
+               :: "l"(ready + blockIdx.x * WARPGROUPS + me / 128), "r"(me % 128) : "memory");
 }
 
 // Adds part number `b` to mine, once it is there.
@@ -33,7 +34,7 @@ static __device__ __forceinline__ void take_part(float (&O)[VALUE / 2], float& m
   do {
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"
                  : "=r"(done) : "l"(ready + b * WARPGROUPS + me / 128) : "memory");
-  } while (!done);
+  } while (!__all_sync(~0u, done));  // one branch for the warp: its registers stay uniform
   const float* part = parts + (long long)b * PART * COMPUTING + me;
   const float n0 = __ldcg(part + (VALUE / 2) * COMPUTING);
   const float n1 = __ldcg(part + (VALUE / 2 + 1) * COMPUTING);
@@ -50,32 +51,65 @@ static __device__ __forceinline__ void take_part(float (&O)[VALUE / 2], float& m
            (e & 2 ? other1 : other0) * __ldcg(part + e * COMPUTING);
 }
 
-// Writes my two rows, `row` of the block and row + 8: `to` and `channel` (scales of V) point at my
-// first column of `row`, 2 `pair`. A row that sees no key gives 0, whatever V holds. V's scale is
-// last: a sum of many large values may not fit before it is an average.
+// Four words of each of four neighbouring threads, transposed: thread p gets word p of all of them.
+static __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4], int p) {
+#pragma unroll
+  for (int bit = 1; bit < 4; bit *= 2)
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      if (k & bit) continue;
+      const uint32_t given = p & bit ? x[k] : x[k | bit];
+      const uint32_t taken = __shfl_xor_sync(~0u, given, bit);
+      if (p & bit) x[k] = taken;
+      else x[k | bit] = taken;
+    }
+}
+
+// Writes my two rows, `row` of the block and row + 8: `to` points at the first column of `row`,
+// `channel` (scales of V) at my first, 2 `pair`. A row that sees no key gives 0, whatever V holds.
+// V's scale is last: a sum of many large values may not fit before it is an average.
 static __device__ __forceinline__ void store_rows(const float (&O)[VALUE / 2], float l0, float l1,
                                                   const float* channel, uint16_t* to,
                                                   long long out_stride_s, int row, int q_rows,
                                                   int pair) {
   const float inverse0 = __fdividef(1.0f, l0), inverse1 = __fdividef(1.0f, l1);
+  // Columns of eight: a thread holds two of each, and writes all of every fourth where rows start
+  // at multiples of 16 bytes.
+  constexpr int EIGHTS = VALUE / 8;
 #pragma unroll
-  for (int j = 0; j < VALUE / 8; j++) {
-    const float c0 = j * 8 < VALUE_PADDED ? __ldg(channel + j * 8) : 0.0f;
-    const float c1 = j * 8 < VALUE_PADDED ? __ldg(channel + j * 8 + 1) : 0.0f;
+  for (int first = 0; first < EIGHTS; first += 4) {
+    uint32_t both[2][4] = {};
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      const int j = first + k;
+      if (j * 8 >= VALUE_PADDED) continue;
+      const float2 c = __ldg(reinterpret_cast<const float2*>(channel + j * 8));
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float inverse = i ? inverse1 : inverse0;
+        const bool empty = (i ? l1 : l0) == 0.0f;
+        const float x = empty ? 0.0f : O[j * 4 + 2 * i] * inverse * c.x;
+        const float y = empty ? 0.0f : O[j * 4 + 2 * i + 1] * inverse * c.y;
+        both[i][k] = OUT_HALF ? pack_half(x, y) : pack_bf16(x, y);
+      }
+    }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const float inverse = i ? inverse1 : inverse0;
-      const bool empty = (i ? l1 : l0) == 0.0f;
-      const float x = empty ? 0.0f : O[j * 4 + 2 * i] * inverse * c0;
-      const float y = empty ? 0.0f : O[j * 4 + 2 * i + 1] * inverse * c1;
-      const uint32_t both = OUT_HALF ? pack_half(x, y) : pack_bf16(x, y);
-      uint16_t* at = to + i * 8 * out_stride_s + j * 8;
-      if (row + 8 * i >= q_rows) continue;
-      if constexpr (VALUE_DIM % 2 == 0) {
-        if (VALUE_DIM == VALUE || j * 8 + 2 * pair < VALUE_DIM) *(uint32_t*)at = both;
+      uint16_t* at = to + i * 8 * out_stride_s;
+      const bool inside = row + 8 * i < q_rows;
+      if constexpr (VALUE_DIM % 8 == 0) {
+        transpose_quad(both[i], pair);
+        const int column = (first + pair) * 8;
+        if (inside && column < VALUE_DIM)
+          *reinterpret_cast<uint4*>(at + column) =
+              make_uint4(both[i][0], both[i][1], both[i][2], both[i][3]);
       } else {
-        if (j * 8 + 2 * pair < VALUE_DIM) at[0] = (uint16_t)both;
-        if (j * 8 + 2 * pair + 1 < VALUE_DIM) at[1] = (uint16_t)(both >> 16);
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+          const int column = (first + k) * 8 + 2 * pair;
+          if (inside && column < VALUE_DIM) at[column] = (uint16_t)both[i][k];
+          if (inside && column + 1 < VALUE_DIM) at[column + 1] = (uint16_t)(both[i][k] >> 16);
+        }
       }
     }
   }

@@ -13,6 +13,8 @@ constexpr int CONSUMER_WARPS = 4 * WARPGROUPS;
 constexpr int SWIZZLE = HEAD <= 32 ? 32 : HEAD <= 64 ? 64 : 128;
 constexpr int PANELS = (HEAD + 127) / 128;
 constexpr int Q_BYTES = BLOCK_M * SWIZZLE * PANELS;
+// With RAW_Q: Q as the caller gave it, rows of HEAD numbers of 16 bits.
+constexpr int RAW_Q_BYTES = RAW_Q ? BLOCK_M * HEAD * 2 : 0;
 constexpr int K_BYTES = BLOCK_N * SWIZZLE * PANELS;
 
 // E4M3: V^T in panels of V_SWIZZLE keys, VALUE rows and, with ONES, a row of ones and 7 of zeros.
@@ -23,7 +25,8 @@ constexpr int V_PANELS = HALF_V ? (VALUE + 63) / 64 : BLOCK_N / V_SWIZZLE;
 constexpr int V_PANEL_BYTES = (HALF_V ? BLOCK_N : VALUE + ONES_ROWS) * V_SWIZZLE;
 constexpr int V_LOADED_BYTES = (HALF_V ? BLOCK_N : VALUE) * V_SWIZZLE * V_PANELS;
 constexpr int V_BYTES = (V_PANEL_BYTES * V_PANELS + 1023) / 1024 * 1024;
-static_assert(Q_BYTES + STAGES * (K_BYTES + V_BYTES) + 8 * (4 * STAGES + 2) <= SHARED_BYTES,
+static_assert(Q_BYTES + STAGES * (K_BYTES + V_BYTES) + RAW_Q_BYTES + 8 * (4 * STAGES + 2) <=
+                  SHARED_BYTES,
               "the launcher gives too little shared memory");
 
 constexpr int PIECE = VALUE / PIECES;
@@ -43,7 +46,7 @@ constexpr uint32_t V_HIGH = (8 * V_SWIZZLE >> 4) | swizzle_mode(V_SWIZZLE);
 constexpr uint32_t V_LEADING = HALF_V ? (uint32_t)(V_PANEL_BYTES >> 4) << 16 : 1u << 16;
 
 // Element e of a sum in the order of FP32 ones: rows 0 0 1 1 of each 8 columns.
-static __device__ __forceinline__ float element(const Sum* t, int e) {
+static __device__ __forceinline__ float element(const Accumulator* t, int e) {
 #if HALF_T
   return half_at(t[e >> 1], e & 1);
 #else
@@ -77,6 +80,6 @@ static __device__ __forceinline__ void prepare_shared(const Barriers& b, uint8_t
       for (int i = threadIdx.x; i < words; i += THREADS)
         ((uint32_t*)(panel + VALUE * V_SWIZZLE))[i] = i < V_SWIZZLE / 4 ? 0x38383838u : 0u;
     }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    share_writes();
   }
 }

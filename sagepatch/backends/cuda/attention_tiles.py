@@ -5,8 +5,10 @@ memory, macros. Pure; compiles and launches nothing.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+
+import torch
 
 from sagepatch.backends.cuda.build import Program
 from sagepatch.backends.cuda.prepass_form import QK_PAD, V_PAD
@@ -32,7 +34,8 @@ class Tile:
     takes; `pieces` of the value columns that take turns in it; `ones`: row sums by the tensor core;
     `polynomial` of every 8 exponentials go to the FMA pipe; `pingpong`: two warpgroups take turns
     at the tensor core; `in_place`: P V is added to the output itself; `serial`: a warpgroup ends a
-    tile before it begins the next, in fewer registers; `shares`: the last blocks of queries may be
+    tile before it begins the next, in fewer registers, with the scales of K loaded a tile `ahead`
+    or when they are wanted; `shares`: the last blocks of queries may be
     dealt out by tiles of keys. (E4M3 codes of P follow the running maximum of a part then, as far
     from the emulator's as two roundings are.)
     """
@@ -46,6 +49,7 @@ class Tile:
     pingpong: bool = False
     in_place: bool = False
     serial: bool = False
+    ahead: bool = False
     shares: bool = False
 
     @property
@@ -68,6 +72,7 @@ class Options:
     packed: bool = False
     out_half: bool = False
     split: bool = False
+    raw_q: torch.dtype | None = None  # Q comes in this type, not as codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,41 +107,37 @@ def pick(recipe: Recipe, head_dim: int, v_head_dim: int) -> Tile:
     """The tile for a recipe and head sizes. Registers decide: 160 a thread with three consumer
     warpgroups, 240 with two. Raises `InvalidArgument` where there is none.
 
-    Polynomial, ping-pong and sharing are what ran fastest on an H200.
+    What ran fastest on an H200 (benchmarks/h200_cuda_tiles.csv): three warpgroups that do one thing
+    at a time where 65 to 128 columns leave registers for that; else overlap inside a warpgroup.
     """
     why = refusal(recipe, head_dim, v_head_dim)
     if why is not None:
         raise InvalidArgument(f"the CUDA kernel cannot run this call: {why}; use triton.*")
     small = max(head_dim, v_head_dim) <= 64
-    wide = v_head_dim > 128
+    wide = max(head_dim, v_head_dim) > 128
     flush = recipe.keys_per_flush
-    warpgroups = 3 if small else 2
-    two = not small
     if recipe.pv == "fp16":
+        if flush is None and not wide:
+            tile = Tile(128, 3, 128, ones=False, in_place=True, serial=True, ahead=small)
+            return replace(tile, shares=not small)
         if flush is None:
-            keys = 64 if small or wide or v_head_dim <= 64 else 128
-            return Tile(
-                *(keys, warpgroups, keys),
-                ones=False,
-                pingpong=two,
-                in_place=True,
-                shares=keys == 128,
-            )
+            return Tile(64, 2, 64, ones=False, pingpong=True, in_place=True)
         pieces = _pieces(v_head_dim, 4, HALF_PANEL)
-        return Tile(64, warpgroups, flush, pieces, ones=False, pingpong=two)
-    polynomial = 1 if small else 2
+        return Tile(64, 3 if small else 2, flush, pieces, ones=False)
+    if flush in (None, 64, 128) and 64 < v_head_dim and not wide:
+        return Tile(128, 3, flush or 128, serial=True, shares=True)
     if flush is None:
-        keys = 64 if small or wide or v_head_dim <= 64 else 128
         pieces = _pieces(v_head_dim, 2, V_PAD)
-        return Tile(keys, warpgroups, keys, pieces, pieces == 1, polynomial, two)
+        if small:
+            return Tile(64, 3, 64, pieces, pieces == 1)
+        return Tile(64, 2, 64, pieces, pieces == 1, polynomial=2, pingpong=True)
     if flush > 128:
-        return Tile(192, 2, flush, polynomial=2, pingpong=True)
+        return Tile(192, 2, flush, polynomial=2)
+    polynomial = 1 if small else 2
     if flush == 128:
-        return Tile(128, warpgroups, flush, polynomial=polynomial, pingpong=two)
-    if flush == 64 and 64 < v_head_dim <= 128 and head_dim <= 128:
-        return Tile(128, 2, flush, polynomial=2, pingpong=True)
+        return Tile(128, 3 if small else 2, flush, polynomial=polynomial, pingpong=not small)
     pieces = _pieces(v_head_dim, 4, V_PAD, 64 // flush)
-    return Tile(64, warpgroups, flush, pieces, pieces == 1, polynomial, two)
+    return Tile(64, 3 if small else 2, flush, pieces, pieces == 1, polynomial, not small)
 
 
 def _pieces(v_head_dim: int, columns_a_register: int, unit: int, sums: int = 1) -> int:
@@ -171,7 +172,8 @@ def instance(recipe: Recipe, head_dim: int, v_head_dim: int, options: Options) -
     else:
         v_bytes = (value + 8 * tile.ones) * tile.block_n
     stage = tile.block_n * row + -(-v_bytes // 1024) * 1024
-    fixed = tile.block_m * row + 1024
+    raw_q = 0 if options.raw_q is None else tile.block_m * head * 2
+    fixed = tile.block_m * row + raw_q + 1024
     stages = min(MOST_STAGES, (MOST_SHARED_BYTES - fixed) // stage)
     shared_bytes = fixed + stages * stage
     defines: dict[str, int | float | str] = {
@@ -190,12 +192,14 @@ def instance(recipe: Recipe, head_dim: int, v_head_dim: int, options: Options) -
         "PINGPONG": int(tile.pingpong),
         "IN_PLACE": int(tile.in_place),
         "SERIAL": int(tile.serial),
+        "SCALES_AHEAD": int(tile.ahead),
         "CAUSAL": int(options.causal),
         "WINDOW": int(options.window),
         "KEY_MASK": int(options.key_mask),
         "PACKED": int(options.packed),
         "OUT_HALF": int(options.out_half),
         "SPLIT": int(options.split),
+        "RAW_Q": {None: 0, torch.float16: 1, torch.bfloat16: 2}[options.raw_q],
         "SHARED_BYTES": shared_bytes,
     }
     made = Program("attention.cu", tuple(defines.items()))

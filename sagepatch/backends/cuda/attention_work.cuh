@@ -10,7 +10,8 @@ struct Sizes {
   int m_blocks, whole;        // blocks of queries: of a head; of all heads, less those dealt out
   int section;                // causal: heads that run together
   int causal_offset, window, members;
-  int tiles, share, share_rest;  // SPLIT: of a block; dealt to everybody; one more to so many
+  // SPLIT: tiles of a block; dealt to everybody; one more to so many; turns with them.
+  int tiles, share, share_rest, pieces;
 };
 
 struct Work {
@@ -100,40 +101,55 @@ static __device__ __forceinline__ int tile_at(const Work& w, int i, const int* l
   return __ldg(list + w.batch * tiles + (i < w.whole ? i : tiles - 1 - (i - w.whole)));
 }
 
+// Under a causal mask a warpgroup that takes no turns skips the tiles that lie behind all of its own
+// rows, and looks at positions in those only that its own rows cross.
+constexpr bool OWN_TILES = CAUSAL && !PINGPONG;
+
+static __device__ __forceinline__ void own_tiles(Work& w, const Sizes& s, int consumer) {
+  const int past = w.first + consumer * 64 + s.causal_offset + 1;  // keys of its first row
+  w.count = max(1, min(w.count, tiles_over(past + 63) - w.bottom));
+  w.low = min(w.low, w.count);
+  if constexpr (!KEY_MASK)
+    w.whole = max(w.low, min(w.count, min(w.kv_len / BLOCK_N, tiles_below(past)) - w.bottom));
+}
+
 // A part of a block of queries: tiles `from` to `to` of it; `to` is open where all are meant.
 struct Share {
   int t, from, to;
 };
 constexpr int ALL = 0x7FFFFFFF;
 
-// What a block of threads has to do, one share after another. With SPLIT the last blocks of
-// queries, which would leave most of the GPU idle, are dealt out by tiles: everybody gets as many
-// (or one more), beginning inside one block of queries and ending inside another. All have `tiles`.
-struct Shares {
-  int next;       // whole blocks of queries: every gridDim.x-th, before `whole`
-  int unit, end;  // tiles of those dealt out
+// What a block of threads has to do in one turn after another: blocks of queries t = blockIdx.x,
+// blockIdx.x + gridDim.x, .. below `whole`, and with SPLIT its part of the last ones, which would
+// leave most of the GPU idle. These are dealt out by tiles: everybody gets as many (or one more),
+// beginning inside one block of queries and ending inside another. All have `tiles`, and nobody has
+// more than `pieces` turns with them; a turn may be empty.
+struct Dealt {
+  int block, from, left;  // the next one, its first tile, tiles to take in all
 
-  __device__ __forceinline__ explicit Shares(const Sizes& s)
-      : next(blockIdx.x), unit(begin_of(s, blockIdx.x)), end(begin_of(s, blockIdx.x + 1)) {}
+  __device__ __forceinline__ explicit Dealt(const Sizes& s) : block(0), from(0), left(0) {
+    if constexpr (SPLIT) {
+      const int begin = begin_of(s, blockIdx.x);
+      left = begin_of(s, blockIdx.x + 1) - begin;
+      block = begin / s.tiles;
+      from = begin - block * s.tiles;
+    }
+  }
 
   // The first tile that block of threads `b` gets of those dealt out.
   static __device__ __forceinline__ int begin_of(const Sizes& s, int b) {
     return SPLIT ? b * s.share + min(b, s.share_rest) : 0;
   }
 
-  __device__ __forceinline__ bool take(const Sizes& s, Share& share) {
-    if (next < s.whole) {
-      share = {next, 0, ALL};
-      next += gridDim.x;
-      return true;
-    }
-    if (!SPLIT || unit >= end) return false;
-    int block = unit / s.tiles;
-    int from = unit - block * s.tiles;
-    int to = min(s.tiles, from + end - unit);
-    share = {s.whole + block, from, to};
-    unit += to - from;
-    return true;
+  // Turn t.
+  __device__ __forceinline__ Share take(const Sizes& s, int t) {
+    if (!SPLIT || t < s.whole) return {t, 0, ALL};
+    const int to = min(s.tiles, from + left);
+    const Share share = {s.whole + block, from, to};
+    left -= to - from;
+    block++;
+    from = 0;
+    return share;
   }
 };
 

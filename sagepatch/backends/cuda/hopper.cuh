@@ -44,6 +44,25 @@ static __device__ __forceinline__ void load_box(uint32_t to, const TensorMap* ma
       : "memory");
 }
 
+static __device__ __forceinline__ void load_box(uint32_t to, const TensorMap* map, uint32_t barrier,
+                                                int x, int y, int z, int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y),
+      "r"(z), "r"(w)
+      : "memory");
+}
+
+// Shared memory that threads wrote becomes visible to products and copies.
+static __device__ __forceinline__ void share_writes() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// All threads of one warpgroup that computes, number `consumer`; barriers 1 and 2 are the turns.
+static __device__ __forceinline__ void meet(int consumer) {
+  asm volatile("bar.sync %0, 128;" ::"r"(3 + consumer) : "memory");
+}
+
 static __device__ __forceinline__ void take_turn(int barrier) {
   asm volatile("bar.sync %0, 256;" ::"r"(barrier) : "memory");
 }
@@ -83,6 +102,11 @@ static __device__ __forceinline__ uint64_t descriptor(uint32_t low, uint32_t hig
   uint64_t d;
   asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(low), "r"(high));
   return d;
+}
+
+// Where the byte at `at` of rows of `bytes` lies that are swizzled.
+static __device__ __forceinline__ uint32_t swizzled(uint32_t at, int bytes) {
+  return at ^ (at >> 7 & (bytes / 16 - 1)) << 4;
 }
 
 static __host__ __device__ constexpr uint32_t swizzle_mode(int bytes) {

@@ -12,9 +12,10 @@
 // Q_BLOCK (1: one scale a block of 128 queries, 0: one a query); K_GROUPS (keys that share a scale:
 // 0 none, 1 all of K_BLOCK, 4 those of a thread of a fragment); K_BLOCK (64 or 128); FP16_PV; MASK
 // (0 none, 1 seen bytes, 2 packed); SHIFT (1: write shift_log2; Q is then quantised by the second
-// launch, which knows the mean of K). Kernels of mma.sync also ask for QK_BITS (4: codes of Q and K
-// are INT4, two a byte, the first in the low half), INT8_PV (V in INT8, not E4M3) and SMOOTH_Q (the
-// mean of each block of 128 queries is subtracted and written).
+// launch, which knows the mean of K); RAW_Q (1: no codes of Q, the attention makes them). Kernels
+// of mma.sync also ask for QK_BITS (4: codes of Q and K are INT4, two a byte, the first in the low
+// half), INT8_PV (V in INT8, not E4M3) and SMOOTH_Q (the mean of each block of 128 queries is
+// subtracted and written).
 #ifndef QK_BITS
 #define QK_BITS 8
 #endif
@@ -113,15 +114,15 @@ struct Keys {
 
 #include "quantise.cuh"
 
-// Codes of Q, and zeros for all that counts.
+// Codes of Q, and zeros for all that counts: `progress` and what lies behind it.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     queries(const void* q, const Strides q_strides, const Mask mask, const Sizes n,
-            const QOut q_out, int* progress, int progress_ints, int* counters) {
+            const QOut q_out, int* progress, int progress_ints) {
   let_next_begin();
   const i64 thread = (i64)blockIdx.x * THREADS + threadIdx.x;
-  if (thread < 4) counters[thread] = 0;
   for (i64 i = thread; i < progress_ints; i += (i64)gridDim.x * THREADS) progress[i] = 0;
-  if constexpr (!SHIFT) quantise_q(q, q_strides, mask, n, q_out, blockIdx.x, Statistics{});
+  if constexpr (!SHIFT && !RAW_Q)
+    quantise_q(q, q_strides, mask, n, q_out, blockIdx.x, Statistics{});
 }
 
 // Statistics of K and V, and their codes. Rows are heads (of a batch member, unless packed). The

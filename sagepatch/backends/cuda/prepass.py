@@ -81,8 +81,6 @@ class Codes:
     key_bits: Tensor | None
     # With `key_bits`: [B] int32, 1 + the last seen key, 0 where none is: tiles behind it are dead.
     kv_len: Tensor | None
-    # [4] int32, zeroed by the pre-pass: tile counters for the scheduler of a kernel behind it.
-    counters: Tensor
     # Recipes that smooth Q, else None: [B, Hq, q blocks, Dp] fp32, the mean of each block of 128
     # queries, which was subtracted from them, times softmax scale * log2(e). Packed: blocks of
     # member i begin at cu_seqlens_q[i] // 128 + i.
@@ -110,15 +108,18 @@ _FROM_CALL = ("q", "k", "v", "seen", "cu_q", "cu_k", "factor")
 _STRIDES, _MASK, _SIZES = "{qqqq}", "{PqqPP}", "{" + "i" * 28 + "}"
 # What Q becomes; with smoothed Q one place more.
 _Q_OUT, _Q_OUT_SMOOTH = "{PPPf}", "{PPPfP}"
-QUERIES = "P" + _STRIDES + _MASK + _SIZES + _Q_OUT + "PiP"
+QUERIES = "P" + _STRIDES + _MASK + _SIZES + _Q_OUT + "Pi"
 KEYS_AND_VALUES = "PPP" + 3 * _STRIDES + _MASK + _SIZES + _Q_OUT + "{PP}P{" + "P" * 10 + "f}"
 # Of torch's allocator, and what TMA asks of a tensor: 16 bytes; whole lines for the rest.
 _ALIGNMENT = 256
 # Bytes that one block of threads reduces at least, and parts of a head at most.
-CHUNK_BYTES = 32 << 10
+CHUNK_BYTES = 64 << 10
 MOST_CHUNKS = 64
-# Blocks of threads between the statistics of a head and its codes: what a large GPU runs at once.
-BLOCKS_AHEAD = 600
+# Parts of blocks of queries that several share: blocks of threads times their warpgroups.
+MOST_PARTS = 1024
+# Bytes of K or V between the statistics of a head and its codes: about what a large GPU has in
+# flight.
+BYTES_AHEAD = 600 * (32 << 10)
 
 
 # Whose codes a Hopper tensor core multiplies: the others serve mma.sync alone.
@@ -155,8 +156,8 @@ class Plan:
         key_scales = self.kv_pad if recipe.k_granularity == "token" else self.kv_pad // 16
         f32, i32 = torch.float32, torch.int32
         self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]] | None] = {
-            "q8": (torch.int8, (B, Hq, Sq, row)),
-            "q_scale_log2": (f32, (B, Hq, Sq)),
+            "q8": None if form.raw_q else (torch.int8, (B, Hq, Sq, row)),
+            "q_scale_log2": None if form.raw_q else (f32, (B, Hq, Sq)),
             "k8": (torch.int8, (B, Hkv, self.kv_pad, row)),
             "k_scale": (
                 f32,
@@ -173,7 +174,6 @@ class Plan:
             "k_mean": (f32, (self.groups, Hkv, dp)),
             "key_bits": (i32, (B, self.kv_pad // 32)) if form.seen_strides else None,
             "kv_len": (i32, (B,)) if form.seen_strides else None,
-            "counters": (i32, (4,)),
             "q_mean_log2": (f32, (B, Hq, q_blocks, dp)) if recipe.smooth_q else None,
         }
         working: dict[str, tuple[torch.dtype, tuple[int, ...]] | None] = {
@@ -182,7 +182,10 @@ class Plan:
             "last_seen": (i32, (self.groups, chunks)),
             "v_peak": (f32, (self.groups, Hkv, chunks, d8)),
             "v_inverse": (f32, (self.groups, Hkv, d8)),
+            # Behind one another, and zeroed together. `ready` is for the attention: which parts of
+            # blocks of queries that several share are there.
             "progress": (i32, (self.groups, Hkv, 4)),
+            "ready": (i32, (MOST_PARTS,)),
         }
         self.offsets: dict[str, int] = {}
         self.strides: dict[str, tuple[int, ...]] = {}
@@ -195,12 +198,13 @@ class Plan:
                 self.strides[name] = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
         self.scratch_bytes = at
         q_work = B * Hq * q_blocks
-        progress = 4 * self.groups * Hkv
+        zeros = (self.offsets["ready"] - self.offsets["progress"]) // 4 + MOST_PARTS
         rows = B * Hkv
         chunk_units = 2 * chunks * (self.groups if packed else 1)
         block_units = 2 * blocks
-        ahead = min(rows, -(-BLOCKS_AHEAD // block_units))
-        self.queries_blocks = min(64, -(-progress // 256)) if form.shift else q_work
+        ahead = min(rows, -(-BYTES_AHEAD // (block_units * PAD * row_bytes)))
+        few = form.shift or form.raw_q
+        self.queries_blocks = min(64, -(-zeros // 256)) if few else q_work
         self.keys_blocks = rows * (chunk_units + block_units) + (q_work if form.shift else 0)
         strides = [
             own_strides(s, n)
@@ -222,7 +226,7 @@ class Plan:
             q_out.append("+q_mean_log2")
         self.queries_fill = _filler(
             self.offsets,
-            ["q", *strides[0], *mask, *sizes, *q_out, "+progress", progress, "+counters"],
+            ["q", *strides[0], *mask, *sizes, *q_out, "+progress", zeros],
         )
         self.keys_fill = _filler(
             self.offsets,

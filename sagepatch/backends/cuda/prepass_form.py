@@ -43,6 +43,7 @@ class Form:
     seen_strides: tuple[int, int] | None
     members: int | None
     shift: bool
+    raw_q: bool = False  # the attention makes the codes of Q
 
 
 def refusal(recipe: Recipe) -> str | None:
@@ -68,8 +69,8 @@ def refusal(recipe: Recipe) -> str | None:
     return f"recipe {recipe.name} asks for {', '.join(found)}, which the CUDA pre-pass has not"
 
 
-def form_of(call: Call, recipe: Recipe) -> Form:
-    """The part of a call that decides how it is prepared."""
+def form_of(call: Call, recipe: Recipe, *, raw_q: bool = False) -> Form:
+    """The part of a call that decides how it is prepared; with `raw_q` its queries are not."""
     q, k, v = call.q, call.k, call.v
     arch = arch_of(q.device)
     mask = call.attn_mask
@@ -98,6 +99,7 @@ def form_of(call: Call, recipe: Recipe) -> Form:
         seen_strides,
         None if call.cu_seqlens_kv is None else call.cu_seqlens_kv.numel() - 1,
         call.return_lse or call.softcap is not None or call.sinks is not None,
+        raw_q,
     )
 
 
@@ -143,4 +145,5 @@ def macros(form: Form, strides: list[tuple[int, ...]]) -> tuple[tuple[str, int |
         *((("INT8_PV", 1),) if recipe.pv == "int8" else ()),
         *((("SMOOTH_Q", 1),) if recipe.smooth_q else ()),
         *((("RESIDENT_THREADS", 512),) if form.target in FEW_REGISTERS else ()),
+        ("RAW_Q", int(form.raw_q)),
     )

@@ -160,11 +160,11 @@ MMA_QK(192, 96, "%96", "%97", "%98")
 #define PV_TAIL ", p, 1, 1;}"
 #endif
 #if HALF_T
-typedef uint32_t Sum;
+typedef uint32_t Accumulator;
 #define PV_SUM ".f16"
 #define PV_CONSTRAINT "+r"
 #else
-typedef float Sum;
+typedef float Accumulator;
 #define PV_SUM ".f32"
 #define PV_CONSTRAINT "+f"
 #endif
@@ -173,7 +173,7 @@ template <int N> struct PV;
 #define MMA_PV(n, c, i0, i1, i2, i3, i4, i5)                                                       \
   template <> struct PV<n> {                                                                       \
     static constexpr int REGISTERS = c;                                                            \
-    static __device__ __forceinline__ void mma(Sum(&d)[c], const uint32_t* a, uint64_t b,          \
+    static __device__ __forceinline__ void mma(Accumulator(&d)[c], const uint32_t* a, uint64_t b,          \
                                                int accumulate) {                                   \
       asm volatile("{.reg .pred p; setp.ne.b32 p, " i5 ", 0;"                                      \
                    "wgmma.mma_async.sync.aligned.m64n" #n PV_STEP PV_SUM PV_CODES " {" R##c "},{"  \
