@@ -245,7 +245,8 @@ def prepass_ms(call: Call, name: str, run: Callable[[], Tensor]) -> float | None
         return None
     if variant.toolchain == "triton":
         return float(bench(lambda: prepass.prepare(call, variant.recipe, None), 20))
-    from sagepatch.backends.cuda import attention, prepass as cuda_prepass
+    from sagepatch.backends.cuda import attention
+    from sagepatch.backends.cuda import prepass as cuda_prepass
 
     raw_q = attention.raw_strides(call, variant.recipe) is not None
     plan = cuda_prepass.plan_of(cuda_prepass.form_of(call, variant.recipe, raw_q=raw_q))

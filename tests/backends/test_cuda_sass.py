@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from sagepatch.backends.cuda.attention_tiles import SERVED, Options, instance, refusal
 from sagepatch.backends.cuda.build import Compiled, Program, compile_program, missing
@@ -69,22 +70,32 @@ def count(body: list[str], what: str) -> int:
 # Instructions of the main loop, as the compiler of CUDA 13 makes it, and a little slack. A tile of
 # block_n keys has as many: kernels.md tells where they go.
 BUDGET = {
-    ("sage2_8", 128): 550,
-    ("sage2pp_8_d4", 128): 620,
+    ("sage2_8", 128): 435,
+    ("sage2pp_8_d4", 128): 500,
     ("sage2pp_8_d6", 128): 810,
+    ("sage2pp_8", 128): 640,
     ("sage2_8", 64): 290,
     ("sage2pp_8_d4", 64): 495,
-    ("sage1_b_f32", 128): 560,
+    ("sage1_b_f32", 128): 515,
 }
+# Registers that a loop keeps outside: with FP32 sums three warpgroups need a few more than 160.
+MOST_SPILLS = {("sage2_8", 128): 4, ("sage2pp_8", 128): 12}
 
 
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "shared"])
 @pytest.mark.parametrize(("recipe", "dim"), BUDGET, ids=str)
-def test_the_main_loop_stays_in_its_budget(recipe, dim, tmp_path):
+def test_the_main_loop_stays_in_its_budget(recipe, dim, split, tmp_path):
     tile = instance(RECIPES[recipe], dim, dim, PLAIN).tile
-    code = machine_code(compiled(recipe, dim).cubin, tmp_path / "kernel.cubin")
+    if split and not tile.shares:
+        pytest.skip("not shared at this size")
+    raw_q = torch.bfloat16 if RECIPES[recipe].q_granularity == "token" else None
+    options = Options(split=split, raw_q=raw_q)
+    code = machine_code(compiled(recipe, dim, options).cubin, tmp_path / "kernel.cubin")
     main = loops(code)[0]
-    assert not count(main, "(LDL|STL)")
+    assert count(main, "(LDL|STL)") <= MOST_SPILLS.get((recipe, dim), 0)
     assert len(main) <= BUDGET[recipe, dim]
+    # Addresses stay in uniform registers: moving them there costs a tenth of the speed.
+    assert count(main, "R2UR") <= 2
     # Both products of one tile are in it, and one exponential a score but for the polynomial ones.
     score_steps = -(-dim // 32)
     value_steps = tile.block_n // (16 if RECIPES[recipe].pv == "fp16" else 32)
@@ -97,7 +108,7 @@ def test_the_main_loop_stays_in_its_budget(recipe, dim, tmp_path):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("recipe", SERVED)
 def test_usual_sizes_do_not_spill_and_overlap(recipe, dim):
-    check(compiled(recipe, dim), recipe, plain=True)
+    check(compiled(recipe, dim), recipe)
 
 
 @pytest.mark.parametrize(
@@ -111,11 +122,14 @@ def test_usual_sizes_do_not_spill_and_overlap(recipe, dim):
         Options(packed=True, causal=True, window=True),
         Options(out_half=True),
         Options(split=True),
+        Options(raw_q=torch.float16),
+        Options(raw_q=torch.bfloat16, split=True),
+        Options(raw_q=torch.bfloat16, causal=True),
     ],
     ids=lambda o: "_".join(n for n in Options.__slots__ if getattr(o, n)),
 )
 def test_options_do_not_spill(options):
-    recipe = "sage1_b_f32" if options.split else "sage2_8"
+    recipe = "sage1_b_f32" if options.split and not options.raw_q else "sage2_8"
     check(compiled(recipe, 128, options), recipe)
 
 
@@ -127,13 +141,14 @@ def test_every_instance_compiles(recipe, dim):
         check(compiled(recipe, dim), recipe)
 
 
-# Loops of masked tiles may keep a few registers outside: they run once or twice a block of queries.
-MOST_STACK_BYTES = 64
+# Registers kept outside, most of them around the loops and in those of masked tiles, which run once
+# or twice a block of queries.
+MOST_STACK_BYTES = 128
 
 
-def check(made: Compiled, recipe: str, *, plain: bool = False) -> None:
+def check(made: Compiled, recipe: str) -> None:
     (kernel,) = made.resources
-    assert kernel.stack_bytes <= (0 if plain and RECIPES[recipe].depth != 6 else MOST_STACK_BYTES)
+    assert kernel.stack_bytes <= MOST_STACK_BYTES
     # One MMA a flush leaves nothing to run beside: the compiler is right there.
     if RECIPES[recipe].depth != 1:
         assert not SERIALISED.search(made.log), made.log

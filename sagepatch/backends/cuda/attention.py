@@ -59,7 +59,7 @@ class Operands(NamedTuple):
             *(codes.q8, codes.k8, values, codes.q_scale_log2, codes.k_scale, codes.v_scale),
             *(codes.shift_log2, codes.key_bits),
         )
-        return cls(*(0 if t is None else t.data_ptr() for t in tensors), ready=0)
+        return cls._make([*(0 if t is None else t.data_ptr() for t in tensors), 0])
 
 
 class Offsets(NamedTuple):

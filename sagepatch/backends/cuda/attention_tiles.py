@@ -124,7 +124,7 @@ def pick(recipe: Recipe, head_dim: int, v_head_dim: int) -> Tile:
             return Tile(64, 2, 64, ones=False, pingpong=True, in_place=True)
         pieces = _pieces(v_head_dim, 4, HALF_PANEL)
         return Tile(64, 3 if small else 2, flush, pieces, ones=False)
-    if flush in (None, 64, 128) and 64 < v_head_dim and not wide:
+    if flush in (None, 64, 128) and v_head_dim > 64 and not wide:
         return Tile(128, 3, flush or 128, serial=True, shares=True)
     if flush is None:
         pieces = _pieces(v_head_dim, 2, V_PAD)

@@ -12,8 +12,8 @@
 // Q_BLOCK (1: one scale a block of 128 queries, 0: one a query); K_GROUPS (keys that share a scale:
 // 0 none, 1 all of K_BLOCK, 4 those of a thread of a fragment); K_BLOCK (64 or 128); FP16_PV; MASK
 // (0 none, 1 seen bytes, 2 packed); SHIFT (1: write shift_log2; Q is then quantised by the second
-// launch, which knows the mean of K); RAW_Q (1: no codes of Q, the attention makes them). Kernels
-// of mma.sync also ask for QK_BITS (4: codes of Q and K are INT4, two a byte, the first in the low
+// launch, which knows the mean of K). Where the attention makes the codes of Q: RAW_Q. Kernels of
+// mma.sync also ask for QK_BITS (4: codes of Q and K are INT4, two a byte, the first in the low
 // half), INT8_PV (V in INT8, not E4M3) and SMOOTH_Q (the mean of each block of 128 queries is
 // subtracted and written).
 #ifndef QK_BITS
@@ -24,6 +24,9 @@
 #endif
 #ifndef SMOOTH_Q
 #define SMOOTH_Q 0
+#endif
+#ifndef RAW_Q
+#define RAW_Q 0
 #endif
 
 #include "ptx.cuh"

@@ -306,9 +306,12 @@ def instances(
     target: str,
     recipes: Iterable[Recipe] = WGMMA_RECIPES,
     dtypes: Iterable[torch.dtype] = (torch.bfloat16, torch.float16),
+    *,
+    raw_q: bool = False,
 ) -> tuple[Program, ...]:
     """The programs that `sagepatch build` compiles ahead: common head sizes, every recipe's
-    pre-pass, with and without a log-sum-exp.
+    pre-pass, with and without a log-sum-exp; with `raw_q` for an attention that makes the codes of
+    Q itself wherever it can.
     """
     found: dict[Program, None] = {}
     for recipe in recipes:
@@ -320,6 +323,7 @@ def instances(
                     form = Form(
                         *(recipe, target, shape, shape, head_dim, strides, strides, strides),
                         *((dtype, dtype, dtype), True, None, None, shift),
+                        raw_q=raw_q and not shift and recipe.q_granularity == "token",
                     )
                     found[plan_of(form).program] = None
     return tuple(found)

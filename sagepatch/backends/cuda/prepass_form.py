@@ -145,5 +145,5 @@ def macros(form: Form, strides: list[tuple[int, ...]]) -> tuple[tuple[str, int |
         *((("INT8_PV", 1),) if recipe.pv == "int8" else ()),
         *((("SMOOTH_Q", 1),) if recipe.smooth_q else ()),
         *((("RESIDENT_THREADS", 512),) if form.target in FEW_REGISTERS else ()),
-        ("RAW_Q", int(form.raw_q)),
+        *((("RAW_Q", 1),) if form.raw_q else ()),
     )
