@@ -156,8 +156,8 @@ def test_an_emulated_entry_becomes_a_kernel_of_its_recipe(monkeypatch) -> None:
     released = tuple(replace(variant, withheld=None) for variant in CATALOGUE)
     monkeypatch.setattr(reuse, "CATALOGUE", released)
     got = native(made)
-    assert (got.variant, got.cosine) == ("triton.sage2_8", 0.9995)
-    assert "triton.sage2_8 for emulated.sage2_8 of the plan" in got.reason
+    assert (got.variant, got.cosine) == ("cuda.sage2_8", 0.9995)
+    assert "cuda.sage2_8 for emulated.sage2_8 of the plan" in got.reason
     monkeypatch.setattr(reuse, "CATALOGUE", (SDPA,))
     none = native(made)
     assert (none.variant, none.cosine) == (SDPA.name, None)
