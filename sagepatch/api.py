@@ -197,7 +197,10 @@ def calibrate_runs(
         if kept is not None:
             _check_table(kept, mark, emulate, os.fspath(table or ""))
         patch = Patch(parts, found, Policy(emulate=emulate), DEFAULT_THRESHOLD, mark=mark)
-    pace = Pace()
+    # A step is measured in all the layers that run in it.
+    rows = () if kept is None else (row for layer in kept.layers for row in layer.rows)
+    before = {(row.run, row.step): row.at for row in rows}
+    pace = Pace(held=[at for at in before.values() if at is not None])
     patch.calibrate_itself(pace)
     done: list[str] = []
 

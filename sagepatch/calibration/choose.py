@@ -5,13 +5,13 @@ kernels.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_high
 
 from sagepatch.backends.catalogue import BY_NAME, SDPA
 from sagepatch.calibration.remedies import gained
-from sagepatch.calibration.sample import HeadErrors, Sample
+from sagepatch.calibration.sample import Sample
 from sagepatch.numerics.recipe import TIERS
 from sagepatch.variant import Variant
 
@@ -42,29 +42,24 @@ class Summary:
     @classmethod
     def of(cls, variant: str, samples: Sequence[Sample]) -> Summary:
         """Sum up one candidate over samples that all have it, each at its worst head."""
-        rows = [(sample, sample.errors[variant]) for sample in samples]
-        worst, errors = min(rows, key=lambda row: (row[1].finite, min(row[1].cosine)))
-        times = [row.us for _, row in rows if row.us is not None]
+        rows = [sample.errors[variant] for sample in samples]
+        worsts = [row.worst for row in rows]
+        at = min(range(len(rows)), key=lambda i: (rows[i].finite, worsts[i].cosine))
+        times = [row.us for row in rows if row.us is not None]
         return cls(
             variant,
-            all(row.finite for _, row in rows),
-            min(errors.cosine),
-            math.fsum(min(row.cosine) for _, row in rows) / len(rows),
-            max(max(row.rel_l1) for _, row in rows),
-            max(max(row.rmse) for _, row in rows),
-            _furthest(row for _, row in rows),
-            errors.worst_head,
-            worst.call,
+            all(row.finite for row in rows),
+            worsts[at].cosine,
+            math.fsum(one.cosine for one in worsts) / len(rows),
+            max(one.rel_l1 for one in worsts),
+            max(one.rmse for one in worsts),
+            max((one.norm_ratio for one in worsts), key=lambda ratio: abs(ratio - 1)),
+            rows[at].worst_head,
+            samples[at].call,
             len(rows),
             median_high(times) if times else None,
-            worst.place,
+            samples[at].place,
         )
-
-
-def _furthest(rows: Iterable[HeadErrors]) -> float:
-    """The norm ratio that is furthest from 1."""
-    ratios = (ratio for row in rows for ratio in row.norm_ratio)
-    return max(ratios, key=lambda ratio: abs(ratio - 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,9 +95,9 @@ def _passes(errors: HeadErrors) -> bool:
 
 def _worst(errors: HeadErrors) -> tuple[float, float, float]:
     """Cosine, relative L1 and norm ratio, each at its worst head; finite, as JSON needs it."""
-    ratio = max(errors.norm_ratio, key=lambda one: abs(one - 1))
     largest = torch.finfo(torch.float32).max
-    return min(errors.cosine), min(max(errors.rel_l1), largest), min(ratio, largest)
+    worst = errors.worst
+    return worst.cosine, min(worst.rel_l1, largest), min(worst.norm_ratio, largest)
 
 
 def _kernel(name: str, base: Recipe, candidates: Sequence[str]) -> str | None:

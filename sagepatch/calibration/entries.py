@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from sagepatch.calibration.table import LayerTable
 
 
-def safest(layer: LayerTable, variants: Iterable[str]) -> str:
-    """The most accurate of some kernels at this layer, exact attention before all."""
-    found = layer.candidates
+def safest(found: Mapping[str, Summary], variants: Iterable[str]) -> str:
+    """The most accurate of some kernels at a layer, exact attention before all."""
 
     def accuracy(name: str) -> tuple[bool, float]:
         return name == SDPA.name, found[name].cosine if name in found else -1.0
@@ -26,9 +25,11 @@ def safest(layer: LayerTable, variants: Iterable[str]) -> str:
     return max(dict.fromkeys(variants), key=accuracy)
 
 
-def entry_of(layer: LayerTable, choice: Choice) -> PlanEntry:
-    """The entry of a layer that runs one kernel throughout."""
-    shown = layer.candidates.get(choice.variant)
+def entry_of(
+    layer: LayerTable, choice: Choice, found: Mapping[str, Summary] | None = None
+) -> PlanEntry:
+    """The entry of a layer that runs one kernel throughout; `found` is `layer.candidates`."""
+    shown = (layer.candidates if found is None else found).get(choice.variant)
     inputs = [row.statistics for row in layer.rows if row.statistics is not None]
     return PlanEntry(
         site=layer.site,
@@ -57,11 +58,16 @@ def entry_of(layer: LayerTable, choice: Choice) -> PlanEntry:
 
 
 def ranged(
-    layer: LayerTable, parts: Sequence[Cell], choices: Sequence[Choice], whole: Sequence[str]
+    layer: LayerTable,
+    parts: Sequence[Cell],
+    choices: Sequence[Choice],
+    whole: Sequence[str],
+    found: Mapping[str, Summary],
 ) -> PlanEntry:
     """The entry for a choice in each part: equal neighbours are one range, and one range is none.
 
-    `whole` are the kernels that are accurate enough everywhere, best first.
+    `whole` are the kernels that are accurate enough everywhere, best first, `found` is
+    `layer.candidates`.
     """
     runs: list[list[int]] = []
     for place, choice in enumerate(choices):
@@ -69,25 +75,24 @@ def ranged(
             runs[-1].append(place)
         else:
             runs.append([place])
-    kept = safest(layer, [choice.variant for choice in choices])
+    kept = safest(found, [choice.variant for choice in choices])
     others = tuple(name for name in whole if name not in (kept, SDPA.name))
     if len(runs) == 1:
-        return entry_of(layer, replace(_tightest(choices), alternatives=others))
-    ranges = tuple(
-        _range(layer, [parts[i] for i in run], [choices[i] for i in run]) for run in runs
-    )
+        return entry_of(layer, replace(_tightest(choices), alternatives=others), found)
+    us = {SDPA.name: layer.us_exact, **{name: one.us for name, one in found.items()}}
+    ranges = tuple(_range([parts[i] for i in run], [choices[i] for i in run], us) for run in runs)
     told = ", ".join(f"{part.variant} to {part.end:.3g}" for part in ranges)
     deciding = next(part for part in ranges if part.variant == kept)
     reason = f"differs over the schedule: {told}; {kept} because: {deciding.reason}"
     measured = [part for part in ranges if part.cosine is not None]
     worst = min(measured, key=lambda part: part.cosine or 0.0, default=None)
-    own = [_own(layer, part, choice) for part, choice in zip(parts, choices, strict=True)]
+    own = [_own(part, choice) for part, choice in zip(parts, choices, strict=True)]
     seen = [one for one in own if one is not None]
     ratios = (one.norm_ratio for one in seen)
     samples = sum(one.samples for one in seen)
     mean = sum(one.cosine_mean * one.samples for one in seen) / samples if samples else None
     return replace(
-        entry_of(layer, Choice(kept, reason, others)),
+        entry_of(layer, Choice(kept, reason, others), found),
         cosine=None if worst is None else worst.cosine,
         cosine_mean=mean,
         rel_l1=_finite(max((one.rel_l1 for one in seen), default=None)),
@@ -95,12 +100,14 @@ def ranged(
         norm_ratio=_finite(max(ratios, key=lambda ratio: abs(ratio - 1), default=None)),
         worst_head=None if worst is None else worst.worst_head,
         worst_call=None if worst is None else worst.worst_call,
-        us_chosen=_mean_us(layer, parts, choices),
+        us_chosen=_mean_us(parts, choices, us),
         ranges=ranges,
     )
 
 
-def _range(layer: LayerTable, parts: Sequence[Cell], choices: Sequence[Choice]) -> PlanRange:
+def _range(
+    parts: Sequence[Cell], choices: Sequence[Choice], us: Mapping[str, float | None]
+) -> PlanRange:
     """One range of equal choices."""
     name = choices[0].variant
     common = [
@@ -118,7 +125,7 @@ def _range(layer: LayerTable, parts: Sequence[Cell], choices: Sequence[Choice]) 
         rel_l1=None if shown is None else _finite(shown.rel_l1),
         worst_head=None if shown is None else shown.worst_head,
         worst_call=None if shown is None else shown.worst_call,
-        us_chosen=layer.us_exact if name == SDPA.name else layer.candidates[name].us,
+        us_chosen=us[name],
         alternatives=_versions(common),
     )
 
@@ -128,23 +135,23 @@ def _tightest(choices: Sequence[Choice]) -> Choice:
     return min(choices, key=lambda choice: len(choice.alternatives))
 
 
-def _own(layer: LayerTable, part: Cell, choice: Choice) -> Summary | None:
+def _own(part: Cell, choice: Choice) -> Summary | None:
     """The errors of a choice on the samples taken in its part; None for exact attention."""
     if not part.own or choice.variant == SDPA.name:
         return None
     return Summary.of(choice.variant, part.own)
 
 
-def _mean_us(layer: LayerTable, parts: Sequence[Cell], choices: Sequence[Choice]) -> float | None:
+def _mean_us(
+    parts: Sequence[Cell], choices: Sequence[Choice], us: Mapping[str, float | None]
+) -> float | None:
     """Microseconds of one call, averaged over the steps of the schedule in these parts."""
-    found = layer.candidates
     total = 0.0
     for part, choice in zip(parts, choices, strict=True):
-        exact = choice.variant == SDPA.name
-        us = layer.us_exact if exact else found[choice.variant].us
-        if us is None:
+        one = us[choice.variant]
+        if one is None:
             return None
-        total += us * part.share
+        total += one * part.share
     shares = sum(part.share for part in parts)
     return total / shares if shares else None
 

@@ -48,8 +48,8 @@ def _hardness(row: Sample, name: str) -> tuple[bool, float, str, int]:
     errors = row.errors.get(name)
     if errors is None:
         return False, -2.0, row.run, row.call
-    return errors.finite, min(errors.cosine), row.run, row.call
+    return errors.finite, errors.worst.cosine, row.run, row.call
 
 
 def _worst(row: Sample) -> tuple[float, str, int]:
-    return min((min(e.cosine) for e in row.errors.values()), default=-2.0), row.run, row.call
+    return min((e.worst.cosine for e in row.errors.values()), default=-2.0), row.run, row.call

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from sagepatch.calibration.sections import sampled_steps
-from sagepatch.schedule import Place
+from sagepatch.calibration.sections import sampled_steps, section_of
+from sagepatch.schedule import Place, fraction
+
+
+def _section(step: int, steps: int) -> int:
+    return section_of(fraction(step, steps))
 
 
 def power_of_two(number: int) -> bool:
@@ -25,11 +30,18 @@ class Pace:
     `sections.sampled_steps` that the run's own time pays for. What is done once for a kind of call
     (compiling, checking and timing kernels) is left out of that account. Thread-safe.
 
+    `held` are the places in the schedule of samples taken before: others are measured rather.
     `run` names the run that goes on. `measuring_seconds` is all that measuring took so far.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        held: Iterable[float] = (),
+    ) -> None:
         self.run = ""
+        # Samples of each section of the schedule, of all runs.
+        self._held = Counter(section_of(at) for at in held)
         self.run_seconds = 0.0
         self.measuring_seconds = 0.0
         self._clock = clock
@@ -69,6 +81,7 @@ class Pace:
             known = self._decided.get(place.step)
             if known is None:
                 known = self._decided[place.step] = self._admits(place)
+                self._held[_section(place.step, place.steps)] += known
             return known
 
     @contextmanager
@@ -109,23 +122,30 @@ class Pace:
         # Besides the last one.
         affordable = int((own - sum(self._costs.values())) / cost) - 1
         if self._between is None:
-            self._between = spread([first, *(s for s in wanted if s >= place.step)], affordable)
+            left = [first, *(step for step in wanted if step >= place.step)]
+            held = {step: self._held[_section(step, place.steps)] for step in left}
+            self._between = spread(left, affordable, held)
         return affordable > 0 and place.step in self._between
 
 
-def spread(wanted: Sequence[int], count: int) -> frozenset[int]:
-    """At most `count` steps between the first and the last of some, each as far as can be from all
-    before it.
+def spread(
+    wanted: Sequence[int], count: int, held: Mapping[int, int] | None = None
+) -> frozenset[int]:
+    """At most `count` steps between the first and the last of some: those that have the fewest
+    samples already (`held`, by step), and of these the one as far as can be from all before it.
 
     >>> sorted(spread([0, 2, 5, 10, 17, 22, 25, 27], 2))
     [10, 17]
     """
+    samples = held or {}
     chosen: set[int] = set()
     ends = {wanted[0], wanted[-1]}
+
+    def merit(step: int) -> tuple[int, int]:
+        return -samples.get(step, 0), min(abs(step - one) for one in ends | chosen)
+
     for _ in range(min(count, len(wanted) - len(ends))):
-        held = ends | chosen
-        left = [step for step in wanted if step not in held]
-        chosen.add(max(left, key=lambda step: min(abs(step - one) for one in held)))
+        chosen.add(max((step for step in wanted if step not in ends | chosen), key=merit))
     return frozenset(chosen)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -41,20 +41,20 @@ def solved(
     ((name, bound),) = given.items()
     if not bound >= 0:
         raise InvalidArgument(f"{name} is {bound}, needs a number from 0 up")
-    untimed = [layer.site for layer in table.layers if layer.names and not layer.timed]
-    if time_us is not None and untimed:
-        raise InvalidArgument(
-            f"time_us needs measured times, and layers such as {untimed[0]} have none: "
-            "calibrate on a GPU, or pass budget or threshold"
-        )
+    if time_us is not None:
+        for layer in table.layers:
+            if layer.names and not layer.timed:
+                raise InvalidArgument(
+                    f"time_us needs measured times, and layers such as {layer.site} have none: "
+                    "calibrate on a GPU, or pass budget or threshold"
+                )
     found = [cells(layer.rows, by_step) for layer in table.layers]
     # Parts without own samples cost nothing and are filled in from their neighbours.
-    groups = [
-        options(layer, cell)
-        for layer, parts in zip(table.layers, found, strict=True)
-        for cell in parts
-        if cell.own or len(parts) == 1
-    ]
+    groups = []
+    summaries = [layer.candidates for layer in table.layers]
+    for layer, parts, whole in zip(table.layers, found, summaries, strict=True):
+        cost = costs(layer, whole)
+        groups += [options(layer, cell, cost) for cell in parts if cell.own or len(parts) == 1]
     solve = solver.within_error if budget is not None else solver.within_time
     chosen = iter(solve(groups, bound))
     picked = [
@@ -64,28 +64,29 @@ def solved(
     predicted = solver.combined([option.error for option in every])
     why = f"{name} {bound:g}: the output is predicted to be off by {predicted:.4f}"
     entries = tuple(
-        _bounded(layer, parts, row, why)
-        for layer, parts, row in zip(table.layers, found, picked, strict=True)
+        _bounded(layer, parts, row, why, whole)
+        for layer, parts, row, whole in zip(table.layers, found, picked, summaries, strict=True)
     )
     # What every layer of this plan keeps, as a threshold would say it.
     kept = [entry.cosine for entry in entries if entry.cosine is not None]
     return _plan(table, min(kept, default=1.0), entries)
 
 
-def options(layer: LayerTable, cell: Cell) -> list[solver.Option]:
+def options(layer: LayerTable, cell: Cell, cost: Mapping[str, float]) -> list[solver.Option]:
     """What a solver may choose from in one part of the schedule: exact attention, and every
     candidate that stayed finite. Errors and costs are weighted with the part's share of the steps.
 
-    Costs are times where everything was timed, else the rank of the tier.
+    `cost` says what a call costs by each kernel.
     """
-    found = [solver.Option(SDPA.name, 0.0, _cost(layer, SDPA.name) * cell.share)]
+    found = [solver.Option(SDPA.name, 0.0, cost[SDPA.name] * cell.share)]
     if layer.samples < FEWEST_SAMPLES:
         return found
-    judged = layer.over(cell.judged)
-    for name, summary in layer.over(cell.own).items():
-        if judged[name].finite:
-            error = solver.relative_error(summary.cosine_mean) * math.sqrt(cell.share)
-            found.append(solver.Option(name, error, _cost(layer, name) * cell.share))
+    for name in cost:
+        if name != SDPA.name and all(row.errors[name].finite for row in cell.judged):
+            cosines = [row.errors[name].worst.cosine for row in cell.own]
+            mean = math.fsum(cosines) / len(cosines)
+            error = solver.relative_error(mean) * math.sqrt(cell.share)
+            found.append(solver.Option(name, error, cost[name] * cell.share))
     return found
 
 
@@ -94,18 +95,21 @@ def entry_at(layer: LayerTable, threshold: float, *, by_step: bool = True) -> Pl
     accurate enough there.
     """
     parts = cells(layer.rows, by_step and layer.samples >= FEWEST_SAMPLES)
-    whole = _choice(layer, layer.rows, threshold)
-    choices = [_choice(layer, cell.judged, threshold) for cell in parts]
-    if {choice.variant for choice in choices} == {whole.variant}:
-        entry = entry_of(layer, whole)
+    found, us_exact = layer.candidates, layer.us_exact
+
+    def choice(summaries: Mapping[str, Summary], samples: int) -> Choice:
+        return choose(summaries, samples=samples, threshold=threshold, us_exact=us_exact)
+
+    whole = choice(found, layer.samples)
+    choices = [
+        whole if len(parts) == 1 else choice(layer.over(cell.judged, found), len(cell.judged))
+        for cell in parts
+    ]
+    if {one.variant for one in choices} == {whole.variant}:
+        entry = entry_of(layer, whole, found)
     else:
-        entry = ranged(layer, parts, choices, (whole.variant, *whole.alternatives))
+        entry = ranged(layer, parts, choices, (whole.variant, *whole.alternatives), found)
     return replace(entry, remedy=explained(layer.remedies, threshold))
-
-
-def _choice(layer: LayerTable, rows: tuple[Sample, ...], threshold: float) -> Choice:
-    found = layer.over(rows)
-    return choose(found, samples=len(rows), threshold=threshold, us_exact=layer.us_exact)
 
 
 def _bounded(
@@ -113,6 +117,7 @@ def _bounded(
     parts: Sequence[Cell],
     picked: Sequence[solver.Option | None],
     why: str,
+    found: Mapping[str, Summary],
 ) -> PlanEntry:
     """The entry for what a solver picked in each part; alternatives are those no less accurate."""
     error = solver.combined([option.error for option in picked if option is not None])
@@ -125,31 +130,32 @@ def _bounded(
             # Of its neighbours' kernels the slower one: so moving a bound moves this part one way.
             before = next(one for one in reversed(picked[:place]) if one is not None)
             after = next(one for one in picked[place:] if one is not None)
-            name = max((before.variant, after.variant), key=lambda one: _cost(layer, one))
-        choices.append(Choice(name, reason, _no_less(layer.over(cell.judged), name)))
+            cost = costs(layer, found)
+            name = max((before.variant, after.variant), key=cost.__getitem__)
+        choices.append(Choice(name, reason, _no_less(cell.judged, found, name)))
     if len(parts) == 1:
-        return entry_of(layer, choices[0])
-    kept = safest(layer, [choice.variant for choice in choices])
-    return ranged(layer, parts, choices, _no_less(layer.candidates, kept))
+        return entry_of(layer, choices[0], found)
+    kept = safest(found, [choice.variant for choice in choices])
+    return ranged(layer, parts, choices, _no_less(layer.rows, found, kept), found)
 
 
-def _cost(layer: LayerTable, variant: str) -> float:
-    """What a call costs: microseconds, or the rank of the tier where not all was timed."""
-    if layer.timed:
-        us = layer.us_exact if variant == SDPA.name else layer.candidates[variant].us
-        if us is not None:
-            return us
-    return float(TIERS.index(BY_NAME[variant].tier))
+def costs(layer: LayerTable, found: Mapping[str, Summary]) -> dict[str, float]:
+    """What a call costs by each kernel: microseconds, or the rank of the tier where not all was
+    timed.
+    """
+    us = {SDPA.name: layer.us_exact, **{name: summary.us for name, summary in found.items()}}
+    timed = {name: one for name, one in us.items() if one is not None}
+    if len(timed) == len(us):
+        return timed
+    return {name: float(TIERS.index(BY_NAME[name].tier)) for name in us}
 
 
-def _no_less(summaries: dict[str, Summary], variant: str) -> tuple[str, ...]:
-    """The candidates that are no less accurate than one of them."""
-    shown = summaries.get(variant)
-    return tuple(
-        name
-        for name, other in summaries.items()
-        if shown is not None and name != variant and other.cosine >= shown.cosine
-    )
+def _no_less(rows: Sequence[Sample], names: Iterable[str], variant: str) -> tuple[str, ...]:
+    """The candidates that are no less accurate over some samples than one of them."""
+    if variant == SDPA.name:
+        return ()
+    worst = {name: min(row.errors[name].worst.cosine for row in rows) for name in names}
+    return tuple(n for n, cosine in worst.items() if n != variant and cosine >= worst[variant])
 
 
 def _plan(table: Calibration, threshold: float, entries: tuple[PlanEntry, ...]) -> Plan:

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from sagepatch.schedule import fraction
+
+
+class Worst(NamedTuple):
+    """Each error of one call at its worst head."""
+
+    cosine: float
+    rel_l1: float
+    rmse: float
+    norm_ratio: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +22,8 @@ class HeadErrors:
     """One candidate kernel on one sampled call against the exact output, one number a query head
     (`numerics.metrics.Metrics` says what each means).
 
-    `us` is the kernel's time on such calls in microseconds, None where nothing was timed.
+    `us` is the kernel's time on such calls in microseconds, None where nothing was timed. `worst`
+    follows from the rest.
     """
 
     finite: bool
@@ -21,11 +32,17 @@ class HeadErrors:
     rmse: tuple[float, ...]
     norm_ratio: tuple[float, ...]
     us: float | None = None
+    worst: Worst = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        ratio = max(self.norm_ratio, key=lambda one: abs(one - 1))
+        worst = Worst(min(self.cosine), max(self.rel_l1), max(self.rmse), ratio)
+        object.__setattr__(self, "worst", worst)
 
     @property
     def worst_head(self) -> int:
         """The head of the lowest cosine; a head that is not finite has cosine -1."""
-        return self.cosine.index(min(self.cosine))
+        return self.cosine.index(self.worst.cosine)
 
 
 @dataclass(frozen=True, slots=True)

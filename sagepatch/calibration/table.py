@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median_high
 
@@ -64,9 +65,12 @@ class LayerTable:
         """Each candidate over all samples."""
         return self.over(self.rows)
 
-    def over(self, rows: tuple[Sample, ...]) -> dict[str, Summary]:
-        """Each candidate over some of the samples."""
-        return {name: Summary.of(name, rows) for name in self.names} if rows else {}
+    def over(
+        self, rows: tuple[Sample, ...], names: Iterable[str] | None = None
+    ) -> dict[str, Summary]:
+        """Each candidate, or those of these names, over some of the samples."""
+        chosen = self.names if names is None else names
+        return {name: Summary.of(name, rows) for name in chosen} if rows else {}
 
     @property
     def timed(self) -> bool:

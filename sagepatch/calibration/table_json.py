@@ -17,8 +17,9 @@ SCHEMA = 1
 
 
 def rendered(calibration: Calibration) -> str:
-    """JSON text. Infinite errors are null."""
-    return json.dumps({"schema": SCHEMA, **_finite(asdict(calibration))}, allow_nan=False) + "\n"
+    """JSON text. Infinite errors are null; what follows from other fields is left out."""
+    data = asdict(calibration, dict_factory=lambda pairs: {n: v for n, v in pairs if n != "worst"})
+    return json.dumps({"schema": SCHEMA, **_finite(data)}, allow_nan=False) + "\n"
 
 
 def parsed(text: str, origin: str) -> dict[str, Any]:

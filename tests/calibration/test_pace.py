@@ -55,6 +55,27 @@ def test_steps_are_spread() -> None:
     assert spread(wanted, 2) == {3, 1}
     assert spread(wanted, 9) == {1, 3, 4, 6}
     assert spread([0], 2) == frozenset()
+    assert spread(wanted, 2, {3: 1, 1: 1}) == {4, 6}
+
+
+def test_later_runs_measure_what_earlier_ones_could_not_afford() -> None:
+    clock = Clock()
+    pace = Pace(clock, held=[0.5])
+    measured: list[set[int]] = []
+    for _ in range(4):
+        measured.append(set())
+        with pace.running("a"):
+            for step in range(28):
+                clock.now += 1.0
+                if pace.due(Place(step, 28), 1):
+                    measured[-1].add(step)
+                    with pace.measuring(Place(step, 28), CPU):
+                        clock.now += 9.0
+    assert all(len(one) == 3 and {0, 27} <= one for one in measured)
+    between = [min(one - {0, 27}) for one in measured]
+    assert len(set(between)) == 4
+    # Half of the schedule was measured before.
+    assert 17 not in between
 
 
 # case 58

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from dataclasses import replace
 
 import pytest
@@ -192,3 +193,12 @@ def test_a_larger_budget_makes_no_layer_slower(seed: int, of, one: float, two: f
     strict, loose = made.plan(budget=low), made.plan(budget=high)
     for layer, a, b in zip(made.layers, loose.entries, strict.entries, strict=True):
         assert all(x <= y for x, y in zip(cost_of(a, layer), cost_of(b, layer), strict=True))
+
+
+def test_sixty_layers_of_fifty_steps_and_eight_kernels_are_solved_in_under_a_second() -> None:
+    made = random_table(random.Random(0), 60, 8, 50, True)
+    for bound in ({"threshold": 0.998}, {"budget": 0.05}, {"time_us": 3000.0}):
+        start = time.process_time()
+        plan = made.plan(**bound)
+        assert time.process_time() - start < 1
+        assert sum(len(entry.ranges) for entry in plan.entries) > 60

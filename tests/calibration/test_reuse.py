@@ -22,6 +22,7 @@ from sagepatch.calibration.reuse import (
 )
 from sagepatch.dispatch import Request
 from sagepatch.ops import run_exact
+from sagepatch.plan import PlanRange
 
 FAST, SAFE = "emulated.sage2_8", "emulated.sage1_b"
 
@@ -178,3 +179,68 @@ def test_stale_entries_say_what_changed() -> None:
     )
     assert "it is gone" in str(stale(entry("x", "cuda_mma.sage2_8b")))
     assert BY_NAME.get("cuda_mma.sage2_8b") is None
+
+
+class TestRanges:
+    """Entries of several kernels over the schedule."""
+
+    SPLIT = (
+        PlanRange(0.0, 0.25, SAFE, 1, "first", 0.9999),
+        PlanRange(0.25, 1.0, FAST, 1, "rest", 0.999, alternatives={SAFE: 1}),
+    )
+
+    def timed(self, monkeypatch, times: dict[str, float], **changes):
+        """The entry that a layer settles on where kernels take these times."""
+
+        class Watch(Stopwatch):
+            def us(self, variant, call, spec):
+                return times.get(variant.name)
+
+        made = replace(entry("x", SAFE), ranges=self.SPLIT, **changes)
+        settled = []
+        observer = TimeAgain(made, Watch(), lambda one, found: settled.append(found))
+        one = layer()
+        assert observer.observe(one, call()) is None
+        return settled[0]
+
+    def test_each_range_takes_its_fastest_accurate_kernel(self, monkeypatch) -> None:
+        got = self.timed(monkeypatch, {SDPA.name: 100.0, SAFE: 60.0, FAST: 40.0})
+        assert [part.variant for part in got.ranges] == [SAFE, FAST]
+        assert [part.us_chosen for part in got.ranges] == [60.0, 40.0]
+        assert got.us_chosen == pytest.approx(0.25 * 60 + 0.75 * 40)
+        assert (got.variant, got.us_exact) == (SAFE, 100.0)
+        assert all("timed again on this GPU" in part.reason for part in got.ranges)
+
+    def test_where_the_accurate_one_is_fastest_the_ranges_go(self, monkeypatch) -> None:
+        got = self.timed(monkeypatch, {SDPA.name: 100.0, SAFE: 60.0, FAST: 70.0})
+        assert (got.variant, got.ranges, got.us_chosen) == (SAFE, (), 60.0)
+        got = self.timed(monkeypatch, {SDPA.name: 50.0, SAFE: 60.0, FAST: 70.0})
+        assert (got.variant, got.ranges, got.us_chosen) == (SDPA.name, (), 50.0)
+
+    def test_a_range_whose_kernel_is_too_slow_here_is_exact(self, monkeypatch) -> None:
+        got = self.timed(monkeypatch, {SDPA.name: 50.0, SAFE: 60.0, FAST: 40.0})
+        assert [part.variant for part in got.ranges] == [SDPA.name, FAST]
+        assert got.variant == SDPA.name
+        assert got.ranges[0].cosine is None
+        assert got.ranges[0].alternatives == {SAFE: 1}
+
+    def test_a_fast_kernel_never_enters_a_range_that_refused_it(self, monkeypatch) -> None:
+        got = self.timed(monkeypatch, {SDPA.name: 100.0, SAFE: 90.0, FAST: 1.0})
+        assert got.ranges[0].variant == SAFE
+        assert got.variant == SAFE
+
+    def test_they_are_translated_range_by_range(self, monkeypatch) -> None:
+        released = tuple(replace(variant, withheld=None) for variant in CATALOGUE)
+        monkeypatch.setattr(reuse, "CATALOGUE", released)
+        made = replace(entry("x", SAFE), ranges=self.SPLIT)
+        there = native(made)
+        assert [part.variant for part in there.ranges] == ["triton.sage1_b", "triton.sage2_8"]
+        back = emulation(there)
+        assert [part.variant for part in back.ranges] == [SAFE, FAST]
+        assert back.variant == SAFE
+
+    def test_one_outdated_range_makes_the_entry_stale(self) -> None:
+        made = replace(entry("x", SAFE), ranges=self.SPLIT)
+        assert stale(made) is None
+        old = replace(self.SPLIT[1], numerics_version=7)
+        assert "numerics version 7" in stale(replace(made, ranges=(self.SPLIT[0], old)))
