@@ -1,24 +1,33 @@
-"""`sagepatch inspect`: what would be patched in a model and what not, from its configs alone."""
+"""`sagepatch inspect`: what would be patched in a model and what not, what attention costs and what
+patching can gain, from its configs alone.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 import typer
 from torch import nn
 
 from sagepatch.cli import options as o
 from sagepatch.cli.console import out, print_json, progress, table, tell
-from sagepatch.cli.skeleton import skeleton
-from sagepatch.cli.sources import resolve
+from sagepatch.cli.forward_cost import Gain, gain
+from sagepatch.cli.forward_count import PROMPT_TOKENS, Asked, Counted, count
+from sagepatch.cli.loading import config_file, library_of, read_json
+from sagepatch.cli.skeleton import demo_folder, skeleton
+from sagepatch.cli.sources import Source, resolve
 from sagepatch.errors import NothingPatched
 from sagepatch.patchers.model import fingerprint, search
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One attention layer. `heads` and `head_dim` are None where the module does not say."""
+    """One attention layer. `heads` and `head_dim` are None where the module does not say, `shape`
+    and `share` (of all operations of one forward, 0 to 1) where no forward could be counted.
+    """
 
     name: str
     kind: str
@@ -26,6 +35,8 @@ class Row:
     heads: int | None
     head_dim: int | None
     reason: str
+    shape: str | None = None
+    share: float | None = None
 
 
 def inspect(
@@ -33,9 +44,25 @@ def inspect(
     component: Annotated[
         list[str] | None, typer.Option(help="A part to look at instead of the denoisers; repeat.")
     ] = None,
+    width: o.Width = None,
+    height: o.Height = None,
+    frames: o.Frames = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help=f"Tokens of a language model's prompt. [default: {PROMPT_TOKENS}]"
+        ),
+    ] = None,
+    predict: Annotated[
+        bool,
+        typer.Option(
+            "--predict/--no-predict", help="Time the kernels on this GPU and predict the gain."
+        ),
+    ] = True,
     as_json: o.AsJson = False,
 ) -> None:
-    """List the attention layers of a model: what would be patched, what not and why.
+    """List the attention layers of a model: what would be patched, what not and why; what attention
+    costs, and on a GPU what patching can gain at most.
 
     Reads the configs only: no weights are loaded or fetched.
     """
@@ -43,8 +70,23 @@ def inspect(
     with progress(f"reading the configs of {model}"):
         parts = skeleton(source, component or None)
         found = search(parts)
+    with progress("counting one forward on shapes alone"):
+        sizes = asked(source, Asked(height, width, frames, None, tokens))
+        counted = count(parts.modules, found.sites, sizes)
+    reached = [site.name for site in found.sites]
+    gains: list[Gain | None] = [None] * len(counted)
+    if predict and torch.cuda.is_available():
+        gains = [_gain(one, reached) for one in counted]
     rows = [
-        Row(site.name, site.kind, site.patcher, *heads_of(site.module), "") for site in found.sites
+        Row(
+            site.name,
+            site.kind,
+            site.patcher,
+            *heads_of(site.module),
+            "",
+            *_attention(site.name, counted),
+        )
+        for site in found.sites
     ]
     rows += [Row(left.name, left.kind, None, None, None, left.reason) for left in found.left]
     if as_json:
@@ -53,6 +95,9 @@ def inspect(
                 "model": parts.label,
                 "fingerprint": fingerprint(parts, found),
                 "layers": [asdict(row) for row in rows],
+                "forward": [
+                    _as_json(one, reached, won) for one, won in zip(counted, gains, strict=True)
+                ],
             }
         )
     else:
@@ -63,6 +108,9 @@ def inspect(
             style="bold",
         )
         show(rows)
+        for one, won in zip(counted, gains, strict=True):
+            for line in told(one, reached, won):
+                tell(line)
     if not found.sites:
         raise NothingPatched(f"nothing in {parts.label} can be patched")
 
@@ -71,11 +119,106 @@ def show(rows: list[Row]) -> None:
     """The layers as a table."""
     from rich.text import Text
 
-    made = table("layer", "kind", "heads", "reached by", "left alone because")
+    counted = any(row.shape is not None for row in rows)
+    left = any(row.reason for row in rows)
+    titles = ["layer", "kind", "heads", *(["one call", "share"] if counted else []), "reached by"]
+    made = table(*titles, *(["left alone because"] if left else []))
     for row in rows:
         heads = "" if row.heads is None else f"{row.heads} x {row.head_dim}"
-        made.add_row(Text(row.name), row.kind, heads, row.patched_by or "", Text(row.reason))
+        cells = [row.name, row.kind, heads]
+        if counted:
+            cells += [row.shape or "", "" if row.share is None else f"{row.share:.1%}"]
+        cells += [row.patched_by or "", *([row.reason] if left else [])]
+        made.add_row(*map(Text, cells))
     out().print(made)
+
+
+def told(one: Counted, reached: Sequence[str], won: Gain | None) -> list[str]:
+    """What one forward costs and what patching can gain, in sentences."""
+    name = f"{one.part}: " if one.part else ""
+    if one.cost is None:
+        return [f"{name}the share of attention is not known: {one.why_not}."]
+    tera = f"{one.cost.total / 1e12:.3g} tera-operations"
+    lines = [
+        f"{name}one forward at {one.size}: {tera}, {one.cost.share():.0%} of them in attention, "
+        f"{one.cost.share(reached):.0%} in layers that would be patched."
+    ]
+    if won is None:
+        return [*lines, f"{name}what that gains is not predicted: no kernel was timed here."]
+    return [
+        *lines,
+        f"{name}on this GPU attention is at most {won.share:.0%} of the time of a forward; by "
+        f"Amdahl's law, with kernels timed here on these shapes, patching makes it at most "
+        f"{won.fast:.2f}x as fast where fast kernels are accurate enough, {won.safe:.2f}x where "
+        "only safe ones are.",
+    ]
+
+
+def asked(source: Source, given: Asked) -> Asked:
+    """The size that is meant: the user's, else the demo's or that of the preset's documentation."""
+    if source.is_demo:
+        from sagepatch.demo.loader import DEFAULTS
+
+        usual = Asked(DEFAULTS.height, DEFAULTS.width, None, DEFAULTS.max_sequence_length)
+    else:
+        call = {} if source.preset is None else source.preset.call
+        names = ("height", "width", "num_frames", "max_sequence_length")
+        usual = Asked(*(int(call[name]) if name in call else None for name in names))
+    return Asked(
+        given.height or usual.height,
+        given.width or usual.width,
+        given.frames or usual.frames,
+        usual.text,
+        given.tokens,
+        _vae_scale(source),
+    )
+
+
+def _vae_scale(source: Source) -> int | None:
+    """How many pixels wide a latent is, where the pipeline's autoencoder is of the usual kind."""
+    folder = demo_folder(source)
+    if library_of(folder) != "pipeline":
+        return None
+    path = config_file(folder, "vae/config.json")
+    config = {} if path is None else read_json(folder, path)
+    stages = config.get("block_out_channels")
+    usual = config.get("_class_name") == "AutoencoderKL" and isinstance(stages, list)
+    return 2 ** (len(stages) - 1) if usual and stages else None
+
+
+def _attention(name: str, counted: Sequence[Counted]) -> tuple[str | None, float | None]:
+    """A layer's calls and its share of its part's operations."""
+    for one in counted:
+        if one.cost is not None and name in one.shapes:
+            shapes = dict.fromkeys(map(str, one.shapes[name]))
+            return ", ".join(shapes), one.cost.share([name])
+    return None, None
+
+
+def _gain(one: Counted, reached: Sequence[str]) -> Gain | None:
+    from sagepatch.cli.forward_times import measured, rate
+
+    if one.cost is None:
+        return None
+    device = torch.device("cuda")
+    shapes = list(dict.fromkeys(shape for calls in one.shapes.values() for shape in calls))
+    with progress("timing kernels on these shapes") as step:
+        done = iter(range(1, len(shapes) + 1))
+        times = measured(shapes, device, lambda: step(next(done), len(shapes)))
+        return gain(one.cost, reached, times, rate(device))
+
+
+def _as_json(one: Counted, reached: Sequence[str], won: Gain | None) -> dict[str, Any]:
+    counted = one.cost
+    return {
+        "part": one.part,
+        "size": one.size,
+        "operations": None if counted is None else counted.total,
+        "attention_share": None if counted is None else counted.share(),
+        "patched_share": None if counted is None else counted.share(reached),
+        "why_not": one.why_not,
+        "gain": None if won is None else asdict(won),
+    }
 
 
 def heads_of(module: nn.Module) -> tuple[int | None, int | None]:

@@ -27,7 +27,7 @@ class _Pipeline:
 def skeleton(source: Source, components: Sequence[str] | None) -> Parts:
     """The parts of the model to look at: its denoisers, or those named."""
     quiet_libraries()
-    source = _demo_folder(source)
+    source = demo_folder(source)
     check_access(source)
     library = library_of(source)
     if library == "pipeline":
@@ -103,7 +103,8 @@ def _transformers_model(source: Source, folder: str) -> nn.Module:
     return module
 
 
-def _demo_folder(source: Source) -> Source:
+def demo_folder(source: Source) -> Source:
+    """The demo as the folder that it lies in; any other source as it is."""
     if not source.is_demo:
         return source
     from sagepatch.demo.loader import FOLDER

@@ -12,7 +12,8 @@ import pytest
 from cli.conftest import Sage
 
 from sagepatch.backends.catalogue import BY_NAME, CATALOGUE
-from sagepatch.cli import info
+from sagepatch.cli import forward_times, info
+from sagepatch.cli.forward_cost import Times
 from sagepatch.env import Gpu, Machine, problems
 from sagepatch.plan import Plan, PlanEntry
 
@@ -36,6 +37,58 @@ class TestInspect:
         assert ended.code == 0, ended.err
         layers = json.loads(ended.out)["layers"]
         assert {row["name"].split(".")[0] for row in layers} == {"text_encoder"}
+
+    def test_what_attention_costs(self, sage: Sage, tiny_flux: Path) -> None:
+        ended = sage("inspect", tiny_flux, "--width", 64, "--height", 32)
+        assert ended.code == 0, ended.err
+        assert "one forward at 64 x 32, 512 tokens of text" in ended.out
+        assert "is not predicted: no kernel was timed here" in ended.out
+        said = json.loads(sage("inspect", tiny_flux, "--width", 64, "--json").out)
+        (forward,) = said["forward"]
+        assert 0 < forward["patched_share"] <= forward["attention_share"] < 1
+        assert sum(row["share"] for row in said["layers"]) == pytest.approx(
+            forward["patched_share"]
+        )
+        assert forward["gain"] is None
+
+    def test_its_shapes_are_those_of_a_run(self, sage: Sage, tiny_flux: Path) -> None:
+        size = ("--width", 32, "--height", 48)
+        report = ("--emulate", "--steps", 2, "--report", "r.json")
+        assert sage("run", tiny_flux, "--prompt", "a", *size, *report).code == 0
+        ran = {
+            row["name"]: row["shape"] for row in json.loads(Path("r.json").read_text())["layers"]
+        }
+        looked = json.loads(sage("inspect", tiny_flux, *size, "--json").out)["layers"]
+        assert {row["name"]: f"{row['shape']} fp32" for row in looked} == ran
+
+    def test_a_prompt_of_a_language_model(self, sage: Sage, tiny_llama: Path) -> None:
+        said = json.loads(sage("inspect", tiny_llama, "--tokens", 100, "--json").out)
+        assert said["forward"][0]["size"] == "a prompt of 100 tokens"
+        assert all("x100x100x" in row["shape"] for row in said["layers"])
+        assert all(row["shape"].endswith(" causal") for row in said["layers"])
+
+    def test_the_gain_on_a_gpu(
+        self, sage: Sage, tiny_flux: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        monkeypatch.setattr(forward_times, "rate", lambda device: 1e12)
+        monkeypatch.setattr(
+            forward_times,
+            "measured",
+            lambda shapes, device, each: {shape: Times(100.0, 50.0, 80.0) for shape in shapes},
+        )
+        ended = sage("inspect", tiny_flux)
+        assert ended.code == 0, ended.err
+        assert "at most 100% of the time" in ended.out
+        assert "at most 2.00x as fast where fast kernels are accurate enough, 1.25x where" in (
+            ended.out
+        )
+        assert "is not predicted" in sage("inspect", tiny_flux, "--no-predict").out
+
+    def test_a_part_that_cannot_be_counted(self, sage: Sage, tiny_flux: Path) -> None:
+        ended = sage("inspect", tiny_flux, "--component", "text_encoder")
+        assert ended.code == 0, ended.err
+        assert "text_encoder: the share of attention is not known" in ended.out
 
     def test_an_unknown_part(self, sage: Sage, tiny_flux: Path) -> None:
         ended = sage("inspect", tiny_flux, "--component", "unet")
