@@ -22,7 +22,7 @@ from report.tables import report_of_plan, report_of_table, table
 from report_rows import REPORT, ROW
 
 from sagepatch.calibration.cells import cells
-from sagepatch.calibration.planning import options
+from sagepatch.calibration.planning import costs, options
 from sagepatch.calibration.table import Calibration
 from sagepatch.patchers.site import Left
 from sagepatch.plan import Plan
@@ -198,10 +198,11 @@ def test_another_plan_is_predicted_by_its_own_times_and_errors(
     )
     squares = 0.0
     for layer, entry in zip(calibration.layers, entries, strict=True):
+        cost = costs(layer, layer.candidates)
         for cell in cells(layer.rows, layer.samples > 1):
             part = entry.range_at(cell.start)
             name = entry.variant if part is None else part.variant
-            found = [one.error for one in options(layer, cell) if one.variant == name]
+            found = [one.error for one in options(layer, cell, cost) if one.variant == name]
             squares += found[0] ** 2 if cell.own and found else 0.0
     assert exact != chosen
     assert chosen != before
@@ -370,11 +371,41 @@ def test_the_policy_names_the_script_that_is_there() -> None:
     assert not re.search(r"https?://|//[a-z]+\.[a-z]", page)
 
 
+def _renamed(calibration: Calibration, before: str) -> Calibration:
+    layers = (replace(layer, site=before + layer.site) for layer in calibration.layers)
+    return replace(calibration, layers=tuple(layers))
+
+
+@pytest.mark.parametrize("before", ["", "model.diffusion_model_with_a_long_name.transformer_"])
 @pytest.mark.parametrize("width", [320, 390, 768, 1280])
-def test_it_fits_its_window(width: int, opened: Open) -> None:
-    page = opened(report_of_table(table(3)).with_run_time(1.0))
+def test_it_fits_its_window(width: int, before: str, opened: Open) -> None:
+    page = opened(report_of_table(_renamed(table(3), before)).with_run_time(1.0))
     page.show(width=width)
     assert page.run("document.documentElement.scrollWidth") <= width
+    # The names leave room for the cells.
+    names, cell = page.run(
+        "[$('heat').tBodies[0].rows[0].cells[0], document.querySelector('#heat [role=gridcell]')]"
+        ".map((one) => one.getBoundingClientRect()).map((one) => [one.left, one.right])"
+    )
+    assert names[1] <= cell[0] + 1
+    assert cell[1] <= width
+
+
+def test_many_steps_are_colours(opened: Open) -> None:
+    calibration = table(1)
+    layer = calibration.layers[0]
+    rows = [replace(layer.rows[n % 8], call=n + 1, step=n, steps=30) for n in range(30)]
+    page = opened(report_of_table(replace(calibration, layers=(replace(layer, rows=tuple(rows)),))))
+    heads = page.run("[...$('heat').tHead.rows[0].cells].map((cell) => cell.textContent)")
+    assert heads[2:] == [f"step {n}" for n in range(1, 31)]
+    widest = page.run(
+        "Math.max(...[...document.querySelectorAll('#heat [role=gridcell]')]"
+        ".map((cell) => cell.getBoundingClientRect().width))"
+    )
+    assert widest < 50
+    said = page.run("$('heat').tBodies[0].rows[0].cells[2].textContent")
+    name = page.run("facts.layers[0].runs[0].variant")
+    assert float(said) == pytest.approx(1 - min(rows[0].errors[name].cosine), rel=0.5)
 
 
 # The lowest contrast of any shown text with what is behind it (WCAG 2.2, relative luminance).

@@ -22,11 +22,17 @@ function shown(layer, index) {
   return { variant, errors: layer.steps[variant]?.[index] ?? null };
 }
 
+// Text for those who hear the page, not for the eye.
+const unseen = (text) => (text ? [make("span", { class: "unseen" }, text)] : []);
+
 function drawHeat() {
   const metric = METRICS[$("heat-metric").value];
   const roomy = facts.steps.length <= WORDED_STEPS;
   const head = make("tr", {}, make("th", { scope: "col" }, LAYER_OF), make("th", { scope: "col", class: "kernel" }, "runs"));
-  for (const step of facts.steps) head.append(make("th", { scope: "col", class: "n" }, step.name));
+  for (const { name } of facts.steps) {
+    const [word, rest] = roomy || !/^(step|call) /.test(name) ? ["", name] : [name.slice(0, 5), name.slice(5)];
+    head.append(make("th", { scope: "col", class: "n" }, ...unseen(word), rest));
+  }
   $("heat").tHead.replaceChildren(head);
   const body = $("heat").tBodies[0];
   body.replaceChildren();
@@ -38,12 +44,12 @@ function drawHeat() {
       const cell = make("td", { role: "gridcell", tabindex: -1, class: tierOf(variant), "data-step": index, "data-site": layer.site });
       if (found === null) {
         cell.classList.add("none");
-        cell.textContent = variant === facts.exact ? "exact" : "-";
+        cell.append(...(roomy ? [variant === facts.exact ? "exact" : "-"] : unseen(variant === facts.exact ? "exact" : "not measured")));
       } else {
         const error = metric.error(found);
         cell.style.backgroundColor = `rgba(var(--hot), ${heatOf(error, metric.worst).toFixed(3)})`;
         cell.classList.toggle("over", !(error <= metric.worst));
-        cell.append(roomy ? short(error) : make("span", { class: "unseen" }, short(error)));
+        cell.append(...(roomy ? [short(error)] : unseen(short(error))));
       }
       row.append(cell);
     });
@@ -53,6 +59,7 @@ function drawHeat() {
   if (first) first.tabIndex = 0;
   $("heat").parentElement.classList.toggle("tall", facts.layers.length > MOST_ROWS);
   $("heat-legend").textContent =
+    (roomy ? "" : `Columns: ${facts.steps[0].name} to ${facts.steps.at(-1).name}. `) +
     `${metric.words}, worst head. Hottest and "!": more than a threshold of ${facts.bound} admits (${metric.worst.toExponential(1)}).`;
 }
 
