@@ -21,6 +21,9 @@ Verdict = Literal["kernel", "inputs"]
 # The host asks after calls 1, 2, 4, ... and then every so many: a copy and an event cost as much as
 # a launch.
 ASK_EVERY = 64
+# Flags that captured graphs read and write, 8 bytes each: a graph may outlive the layer's patch, and
+# nothing tells when it is gone.
+_CAPTURED: list[Tensor] = []
 
 
 @cache
@@ -62,6 +65,8 @@ class DeviceGuard:
         """What the device has found so far, as far as the host can tell without waiting."""
         self.calls += 1
         if torch.cuda.is_current_stream_capturing():
+            if not any(kept is self.flags for kept in _CAPTURED):
+                _CAPTURED.append(self.flags)
             return None
         # Several threads may run one layer: each goes by what it has read, not by what is there.
         event, copy = self._event, self._copy
