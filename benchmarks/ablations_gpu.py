@@ -13,6 +13,7 @@ import argparse
 import csv
 import itertools
 import statistics
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,8 @@ PRODUCTS = ("2016", "504", "126", "50")
 SPLITS = ("448, 2.25", "224, 4.5", "112, 9", "448, 448, FP32 sums")
 # Calls of the demo: all layers of one step.
 DEMO_CALLS = 11
+# Kernels that are compiled side by side.
+WORKERS = 8
 
 
 def settings() -> list[Setting]:
@@ -54,14 +57,11 @@ def settings() -> list[Setting]:
     ]
 
 
-def calls() -> dict[str, list[Call]]:
-    """Normal, outliers and the demo's, as ablations.py has them, on the GPU."""
-    made = {
-        "normal": [normal()],
-        "outliers": [outliers(0)],
-        "demo": list(itertools.islice(demo(), DEMO_CALLS)),
-    }
-    return {name: [on_gpu(call) for call in each] for name, each in made.items()}
+def data() -> Iterator[tuple[str, list[Call]]]:
+    """Normal, outliers and the demo's calls, as ablations.py has them, on the GPU."""
+    yield "normal", [on_gpu(normal())]
+    yield "outliers", [on_gpu(outliers(0))]
+    yield "demo", [on_gpu(call) for call in itertools.islice(demo(), DEMO_CALLS)]
 
 
 def on_gpu(call: Call) -> Call:
@@ -96,26 +96,26 @@ def row(setting: Setting, name: str, each: list[Call], references: list[Tensor])
 
 
 def main() -> None:
-    """Compile side by side, then measure."""
+    """Compile side by side, then measure; each row is written as it comes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".csv"))
-    out = parser.parse_args().out
-    chosen, data = settings(), calls()
-    with ThreadPoolExecutor(8) as pool:
-        firsts = [each[0] for each in data.values()]
-        list(pool.map(lambda pair: run(pair[0], pair[1].recipe), itertools.product(firsts, chosen)))
-    references = {
-        name: [exact(call, torch.float64)[0] for call in each] for name, each in data.items()
-    }
-    rows = []
-    for setting, name in itertools.product(chosen, data):
-        if name in setting.data:
-            rows.append(row(setting, name, data[name], references[name]))
-            print(*list(rows[-1].values())[:7], flush=True)
-    with out.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0].keys())
-        writer.writeheader()
-        writer.writerows(rows)
+    chosen = settings()
+    with parser.parse_args().out.open("w", newline="", encoding="utf-8") as file:
+        writer = None
+        for name, each in data():
+            with ThreadPoolExecutor(WORKERS) as pool:
+                list(pool.map(lambda one, call=each[0]: run(call, one.recipe), chosen))
+            references = [exact(call, torch.float64)[0] for call in each]
+            for setting in chosen:
+                if name not in setting.data:
+                    continue
+                made = row(setting, name, each, references)
+                print(*list(made.values())[:7], flush=True)
+                if writer is None:
+                    writer = csv.DictWriter(file, made.keys())
+                    writer.writeheader()
+                writer.writerow(made)
+                file.flush()
 
 
 if __name__ == "__main__":

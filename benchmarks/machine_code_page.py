@@ -18,8 +18,6 @@ PAGE = HERE.parent / "docs" / "machine-code.md"
 MEASURED = "H200"
 # What one tensor-core fragment of scores is counted by: 16 queries of a warp against 64 keys.
 SCORES = 16 * 64
-# Long and full: nothing but the main loop matters.
-LONG = {"64": ("cogvideox_2b", "d64_16k"), "128": ("d128_16k", "hunyuan_33k")}
 TENSOR = {
     "s8": "INT8",
     "s4": "INT4",
@@ -130,38 +128,27 @@ worked beside the other.
 
 
 def _judged(found: list[Row]) -> str:
-    measured: dict[tuple[str, str], dict[str, float]] = {}
-    for r in rows("h200_cuda_alone.csv"):
-        for head_dim, shapes in LONG.items():
-            if r["shape"] in shapes and r["variant"].startswith("cuda."):
-                key = (r["variant"].removeprefix("cuda."), head_dim)
-                best = measured.setdefault(key, {})
-                best[r["shape"]] = max(best.get(r["shape"], 0.0), float(r["tflops"]))
-    lines = []
-    shares = []
-    for r in found:
-        one = measured.get((r["recipe"], r["head_dim"]))
-        if r["gpu"] != MEASURED or not one:
-            continue
-        most = max(one.values())
-        shares.append(most / float(r["predicted_tops_without_overlap"]))
-        lines.append(
-            (
-                f"`{r['recipe']}`",
-                r["head_dim"],
-                r["predicted_tops"],
-                r["predicted_tops_without_overlap"],
-                f"{most:.0f}",
-                f"{shares[-1]:.2f}",
-            )
+    judged = rows("machine_code_judged.csv")
+
+    def share(r: Row) -> float:
+        return float(r["measured_tflops"]) / float(r["predicted_tops_without_overlap"])
+
+    lines = [
+        (
+            *(f"`{r['kernel']}`", r["head_dim"], r["predicted_tops"]),
+            *(r["predicted_tops_without_overlap"], r["measured_tflops"], f"{share(r):.2f}"),
         )
-    head = ("recipe", "D", "ceiling", "without overlap", "measured, alone", "of without overlap")
-    shapes = ", ".join(f"`{shape}`" for pair in LONG.values() for shape in pair)
+        for r in judged
+    ]
+    shares = [share(r) for r in judged]
+    commits = ", ".join(dict.fromkeys(r["commit"] for r in judged))
+    head = ("kernel", "D", "ceiling", "without overlap", "measured, alone", "of without overlap")
     return f"""
 ## How good such a prediction is
 
-The same count for the Hopper kernels, which have run: attention alone, the faster of two long
-shapes ({shapes}), TFLOPS measured on an H200 ([csv](../benchmarks/h200_cuda_alone.csv)).
+The same count for kernels that have run, as they were when they were measured ({commits}):
+attention alone on the faster of two long shapes, TFLOPS measured on an H200
+([csv](../benchmarks/machine_code_judged.csv)).
 
 {markdown(head, lines)}
 

@@ -1,6 +1,6 @@
-"""A static report on every CUDA attention kernel, from machine code compiled without a GPU:
-registers, spills, shared memory, occupancy, the instruction mix of the main loop, and the bound
-that each unit sets by the published rates of a GPU. A prediction: nothing here has run.
+"""A static report on the mma.sync kernels, from machine code compiled without a GPU: registers,
+spills, shared memory, occupancy, the instruction mix of the main loop, and the bound that each unit
+sets by the published rates of a GPU. A prediction: nothing here has run.
 
     python benchmarks/machine_code_report.py
 
@@ -18,11 +18,8 @@ from typing import Any
 from gpu_rates import GPUS, Gpu, occupancy, unit_clocks
 from machine_code import Instruction, counted, disassembled, instructions, main_loop, mix
 
-from sagepatch.backends.cuda import attention_tiles
 from sagepatch.backends.cuda.build import Compiled, Program, compile_program, nvrtc_version
-from sagepatch.backends.cuda_mma import tiles as mma_tiles
-from sagepatch.backends.cuda_mma.instances import recipes
-from sagepatch.numerics.recipe import RECIPES
+from sagepatch.numerics.recipe import Recipe
 
 COMMAND = "python benchmarks/machine_code_report.py"
 HEAD_DIMS = (64, 128)
@@ -51,28 +48,35 @@ class Subject:
 
 
 def subjects() -> Iterator[Subject]:
-    """Every kernel of both families, plain calls, at the usual head sizes."""
+    """Every kernel of the mma.sync family, plain calls, at the usual head sizes."""
+    from sagepatch.backends.cuda_mma.instances import recipes
+
     for gpu in GPUS:
         for head_dim in HEAD_DIMS:
-            if gpu.target == "sm_90a":
-                for name in attention_tiles.SERVED:
-                    recipe = RECIPES[name]
-                    made = attention_tiles.instance(
-                        recipe, head_dim, head_dim, attention_tiles.Options()
-                    )
-                    yield Subject(
-                        *("cuda", name, head_dim, gpu, made.program, 16),
-                        *(made.tile.block_n, made.tile.threads, made.shared_bytes),
-                    )
-                continue
             for recipe in recipes(gpu.target):
-                one = mma_tiles.instance(
-                    recipe, head_dim, head_dim, gpu.target, mma_tiles.Options()
-                )
-                yield Subject(
-                    *("cuda_mma", recipe.name, head_dim, gpu, one.program, 16 * one.tile.m_tiles),
-                    *(one.tile.block_n, one.tile.threads, one.shared_bytes),
-                )
+                yield mma(recipe, head_dim, gpu)
+
+
+def mma(recipe: Recipe, head_dim: int, gpu: Gpu) -> Subject:
+    """One kernel of the mma.sync family."""
+    from sagepatch.backends.cuda_mma.tiles import Options, instance
+
+    one = instance(recipe, head_dim, head_dim, gpu.target, Options())
+    return Subject(
+        *("cuda_mma", recipe.name, head_dim, gpu, one.program, 16 * one.tile.m_tiles),
+        *(one.tile.block_n, one.tile.threads, one.shared_bytes),
+    )
+
+
+def hopper(recipe: Recipe, head_dim: int, gpu: Gpu) -> Subject:
+    """One kernel of the Hopper family: 16 of a warpgroup's 64 rows are a warp's."""
+    from sagepatch.backends.cuda.attention_tiles import Options, instance
+
+    one = instance(recipe, head_dim, head_dim, Options())
+    return Subject(
+        *("cuda", recipe.name, head_dim, gpu, one.program, 16),
+        *(one.tile.block_n, one.tile.threads, one.shared_bytes),
+    )
 
 
 def row(subject: Subject, compiled: Compiled) -> dict[str, Any]:

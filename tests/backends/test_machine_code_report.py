@@ -152,7 +152,7 @@ def test_pages_say_what_the_tables_say(benchmarks: None, name: str) -> None:
 
 
 MAIN = ("sage2pp_8", "sage2_8", "sage1_b", "sage1_b_f32", "sage2_4_f16", "sage2pp_4")
-TARGETS = ("sm_80", "sm_86", "sm_89", "sm_120a", "sm_90a")
+TARGETS = ("sm_80", "sm_86", "sm_89", "sm_120a")
 
 
 @pytest.mark.slow
@@ -175,5 +175,6 @@ def test_the_report_is_current(benchmarks: None, target: str) -> None:
         # Another compiler may schedule otherwise; the tensor work of a tile stays.
         fields = row if row["nvrtc"] == fresh["nvrtc"] else ("tensor_integer", "tensor_float")
         for field in fields:
-            assert str(fresh[field]) == row[field], (subject.recipe, field)
+            told = f"{subject.recipe}: {field}; run benchmarks/machine_code_report.py and _page.py"
+            assert str(fresh[field]) == row[field], told
     assert seen >= 4
