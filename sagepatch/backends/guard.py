@@ -21,8 +21,8 @@ Verdict = Literal["kernel", "inputs"]
 # The host asks after calls 1, 2, 4, ... and then every so many: a copy and an event cost as much as
 # a launch.
 ASK_EVERY = 64
-# Flags that captured graphs read and write, 8 bytes each: a graph may outlive the layer's patch, and
-# nothing tells when it is gone.
+# Flags that captured graphs read and write, 8 bytes each: a graph may outlive the patch, and nothing
+# tells when it is gone.
 _CAPTURED: list[Tensor] = []
 
 

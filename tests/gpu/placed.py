@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 RECIPE = "sage2_8b_k128"
 KERNEL = f"triton.{RECIPE}"
+# Of another toolchain, for Hopper alone.
+HOPPER = "cuda.sage2_8"
 EXACT = "sdpa.exact"
 # What 8-bit attention may cost a tiny model of random weights, root mean square.
 NEAR = 0.1

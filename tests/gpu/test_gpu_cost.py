@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from gpu.placed import KERNEL, RECIPE
+from gpu.placed import HOPPER, KERNEL
 
 from sagepatch.backends import selfcheck, unusable
 from sagepatch.backends.catalogue import BY_NAME
@@ -17,18 +17,19 @@ from sagepatch.ops import run_layer
 from sagepatch.spec import Call
 
 
-def layer(guard: str) -> PatchedLayer:
+def layer(guard: str, kernel: str) -> PatchedLayer:
     made = PatchedLayer("site", "self", Policy(guard=guard), Request("exact"), unusable)
-    made.run_with(Request(RECIPE), "asked for")
+    made.run_with(Request(kernel), "asked for")
     return made
 
 
-def test_the_guard_costs_little() -> None:
+@pytest.mark.parametrize("kernel", [KERNEL, HOPPER])
+def test_the_guard_costs_little(kernel: str) -> None:
     # case 39: no copy to the host, no wait; the exact kernel behind the flag leaves at once
     q, k, v = (torch.randn(1, 24, 4608, 128, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
     call = Call(q, k, v, 128**-0.5)
     times: dict[str, list[float]] = {"auto": [], "off": []}
-    layers = {guard: layer(guard) for guard in times}
+    layers = {guard: layer(guard, kernel) for guard in times}
     for _ in range(5):
         for guard, taken in times.items():
             one = layers[guard]
@@ -36,15 +37,15 @@ def test_the_guard_costs_little() -> None:
                 cuda_time_us(lambda one=one: [run_layer(one, call) for _ in range(10)], q.device)
             )
     auto, off = (min(times[guard]) / 10 for guard in ("auto", "off"))
-    print(f"a call of {KERNEL} at 1x24x4608x128: {off:.0f} us, guarded {auto:.0f} us")
+    print(f"a call of {kernel} at 1x24x4608x128: {off:.0f} us, guarded {auto:.0f} us")
     assert auto < 1.10 * off
 
 
-@pytest.mark.parametrize("recipe", [RECIPE, "sage1_b"])
+@pytest.mark.parametrize("kernel", [KERNEL, HOPPER])
 def test_the_check_at_first_use_is_short_once_the_kernel_is_compiled(
-    recipe: str, monkeypatch: pytest.MonkeyPatch
+    kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    variant = BY_NAME[f"triton.{recipe}"]
+    variant = BY_NAME[kernel]
     assert selfcheck.failure(variant) is None
     # As in the next process: nothing is remembered, and nothing was kept on disk.
     monkeypatch.setattr(selfcheck, "_RESULTS", {})

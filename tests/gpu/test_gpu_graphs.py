@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu.placed import BUILDS, KERNEL, RECIPE, Inputs, built, error, renewed, run
+from gpu.placed import BUILDS, HOPPER, KERNEL, RECIPE, Inputs, built, error, renewed, run
 from torch import Tensor, nn
 
 import sagepatch
@@ -33,11 +33,13 @@ def fill(inputs: Inputs, new: Inputs) -> None:
             value.copy_(new[name])
 
 
-@pytest.mark.parametrize("family", BUILDS)
-def test_a_replay_on_new_inputs_is_the_eager_model_bit_for_bit(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "kernel"), [*((family, KERNEL) for family in BUILDS), ("flux", HOPPER)]
+)
+def test_a_replay_on_new_inputs_is_the_eager_model_bit_for_bit(family: str, kernel: str) -> None:
     model, inputs = built(family)
     plain = run(model, inputs)
-    patch = sagepatch.apply(model, variant=RECIPE)
+    patch = sagepatch.apply(model, variant=kernel)
     assert 0 < error(run(model, inputs), plain) < 0.1
     graph, out = captured(model, inputs)
     for seed in (1, 2):
@@ -46,7 +48,7 @@ def test_a_replay_on_new_inputs_is_the_eager_model_bit_for_bit(family: str) -> N
         graph.replay()
         replayed = out.clone()
         assert torch.equal(replayed, run(model, new))
-    assert all(set(layer.record.by_variant) == {KERNEL} for layer in patch.layers)
+    assert all(set(layer.record.by_variant) == {kernel} for layer in patch.layers)
 
 
 def test_a_graph_captured_before_the_restore_keeps_its_kernels() -> None:

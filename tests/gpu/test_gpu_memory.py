@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.placed import EXACT, KERNEL, RECIPE, built, error, placed, run
+from gpu.placed import EXACT, HOPPER, KERNEL, RECIPE, built, error, placed, run
 from models.diffusers_pipelines import tiny_flux_pipeline
 from models.stacks import stack, tokens
 from torch import Tensor, nn
@@ -57,9 +57,12 @@ MANNERS: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
-@pytest.mark.parametrize("order", ["before the patch", "after the patch"])
-@pytest.mark.parametrize("manner", MANNERS)
-@pytest.mark.parametrize("family", ["flux", "llama"])
+ORDERS = ("before the patch", "after the patch")
+OFFLOADED = [("flux", manner, order) for manner in MANNERS for order in ORDERS]
+OFFLOADED += [("llama", "sequential", "after the patch"), ("llama", "device map", ORDERS[0])]
+
+
+@pytest.mark.parametrize(("family", "manner", "order"), OFFLOADED)
 def test_offloaded(family: str, manner: str, order: str) -> None:
     # cases 36, 48
     reference, inputs = built(family)
@@ -123,8 +126,8 @@ def peak_bytes(model: nn.Module, inputs: dict[str, Any]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-@pytest.mark.parametrize("recipe", [RECIPE, "sage1_b"])
-def test_peak_memory_grows_by_the_quantised_copies_at_most(recipe: str) -> None:
+@pytest.mark.parametrize("kernel", [KERNEL, HOPPER])
+def test_peak_memory_grows_by_the_quantised_copies_at_most(kernel: str) -> None:
     # Attention alone: the rest of a model has peaks of its own, which hide it.
     B, H, S, D = 1, 24, 4608, 128
     model = stack(1, H * D).to("cuda", torch.bfloat16)
@@ -132,12 +135,12 @@ def test_peak_memory_grows_by_the_quantised_copies_at_most(recipe: str) -> None:
         block.heads = H
     inputs = {"input": tokens(S, H * D, B).to("cuda", torch.bfloat16)}
     unpatched = peak_bytes(model, inputs)
-    with sagepatch.apply(model, variant=recipe) as patch:
+    with sagepatch.apply(model, variant=kernel) as patch:
         patched = peak_bytes(model, inputs)
-        assert patch.layers[0].runs == f"triton.{recipe}"
-    # Codes of Q and K of a byte each, of V of one or two; tiles are padded and have scales.
-    copies = B * H * S * D * (4 if recipe == "sage1_b" else 3)
-    print(f"{recipe}: peak {unpatched} bytes, patched {patched}, quantised copies {copies}")
+        assert patch.layers[0].record.by_variant == {kernel: 2}
+    # Codes of Q, K and V of a byte each; tiles are padded and have scales.
+    copies = 3 * B * H * S * D
+    print(f"{kernel}: peak {unpatched} bytes, patched {patched}, quantised copies {copies}")
     assert patched <= unpatched + 1.05 * copies
 
 
