@@ -21,7 +21,7 @@ Verdict = Literal["kernel", "inputs"]
 # The host asks after calls 1, 2, 4, ... and then every so many: a copy and an event cost as much as
 # a launch.
 ASK_EVERY = 64
-# Flags that captured graphs read and write, 8 bytes each: a graph may outlive the patch, and nothing
+# Flags that captured graphs read and write, 8 bytes each: a graph may outlive the patch, and no one
 # tells when it is gone.
 _CAPTURED: list[Tensor] = []
 
