@@ -13,7 +13,7 @@ import torch
 
 import sagepatch
 from benchmarks.quality.baselines import NAMES, baseline
-from sagepatch.backends.catalogue import BY_NAME, CATALOGUE, EMULATED, SDPA, TRITON
+from sagepatch.backends.catalogue import CATALOGUE, EMULATED, SDPA
 from sagepatch.errors import SagepatchError
 from sagepatch.plan import Plan
 from sagepatch.spec import arch_of
@@ -24,8 +24,8 @@ Group = Literal["exact", "recipe", "plan", "baseline"]
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """One way to run a model's attention. `name` is a recipe's, run by Triton on a GPU, the full
-    name of another toolchain's kernel, or a baseline's; `plan` belongs to the group of that name.
+    """One way to run a model's attention. `name` is a recipe's, run by the kernel that would serve
+    a user who asks for it, or a baseline's; `plan` belongs to the group of that name.
     """
 
     name: str
@@ -49,28 +49,43 @@ class Condition:
 
 
 EXACT = Condition("exact", "exact")
+# What is measured before a time runs out; the others follow in the catalogue's order.
+FIRST = (
+    *("sage2_8", "sage2pp_8", "sage1_b", "sage1_t", "sage1_vb", "sage1_vt", "sage2_4", "sage2pp_4"),
+    *("sage2_4_f16", "sage2pp_8_d4", "sage2_8b", "sage2_8b_k128"),
+)
 # A condition that cannot run is reported and left out; torch's and CUDA's errors are RuntimeErrors.
 FAILURES = (SagepatchError, RuntimeError)
 
 
 def toolchain(device: torch.device) -> str:
-    """Real kernels on a GPU, the emulator elsewhere."""
+    """What runs a recipe with a part taken away: Triton on a GPU, the emulator elsewhere."""
     return "triton" if device.type == "cuda" else "emulated"
 
 
 def recipes(device: torch.device) -> list[Condition]:
     """Every recipe that this device has a kernel or an emulation of."""
-    listed = TRITON if device.type == "cuda" else EMULATED
-    found = [Condition(variant.recipe.name, "recipe") for variant in listed]
-    if device.type == "cuda":
-        arch = arch_of(device)
-        others = (v for v in CATALOGUE if v.devices == {"cuda"} and v.toolchain != "triton")
-        found += [
-            Condition(v.name, "recipe")
-            for v in others
-            if v.withheld is None and v.archs is not None and arch in v.archs
-        ]
-    return found
+    listed = (variant.recipe.name for variant in _serving(device))
+    return [Condition(name, "recipe") for name in dict.fromkeys(sorted(listed, key=_weight))]
+
+
+def _serving(device: torch.device) -> list[Variant]:
+    """The kernels that serve on this device, in the catalogue's order; the emulator off a GPU."""
+    if device.type != "cuda":
+        return list(EMULATED)
+    arch = arch_of(device)
+    return [
+        variant
+        for variant in CATALOGUE
+        if variant.devices == {"cuda"}
+        and variant.withheld is None
+        and variant.archs is not None
+        and arch in variant.archs
+    ]
+
+
+def _weight(name: str) -> int:
+    return FIRST.index(name) if name in FIRST else len(FIRST)
 
 
 def baselines() -> list[Condition]:
@@ -123,8 +138,7 @@ def _obeyed(patch: sagepatch.Patch, wanted: dict[str, set[str]]) -> None:
 def variant_of(condition: Condition, device: torch.device) -> Variant:
     """The kernel of a recipe or a baseline; a plan has one a layer and none of its own."""
     if condition.group == "recipe":
-        name = condition.name
-        return BY_NAME[name if "." in name else f"{toolchain(device)}.{name}"]
+        return next(v for v in _serving(device) if v.recipe.name == condition.name)
     if condition.group == "baseline":
         return baseline(condition.name, toolchain(device))
     raise ValueError(f"{condition.name} is not one kernel")

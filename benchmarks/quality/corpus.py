@@ -11,6 +11,7 @@ path, never single files: nothing of a held-out folder is trained on.
 from __future__ import annotations
 
 import argparse
+import csv
 import platform
 import re
 import sysconfig
@@ -31,7 +32,7 @@ SPECIAL = ("<file>", "<end>", "<copy>", "<paste>", "<key>", "<value>", "<ask>")
 # One folder in so many is held out.
 HELD = 24
 LARGEST_FILE = 400_000
-TOKENIZER_BYTES = 12_000_000
+TOKENIZER_BYTES = 6_000_000
 # Licences of which text may be taken and models made; a distribution that names another, or none,
 # is left out.
 OPEN = re.compile(
@@ -94,7 +95,9 @@ def sources() -> Iterator[Source]:
             continue
         seen.add(name)
         root = Path(str(found.locate_file("")))
-        paths = sorted(root / str(f) for f in found.files or () if f.suffix == ".py")
+        # Not `found.files`, which looks for every file on the disk.
+        listed = csv.reader((found.read_text("RECORD") or "").splitlines())
+        paths = sorted(root / row[0] for row in listed if row and row[0].endswith(".py"))
         kept = tuple(path for path in paths if ".." not in path.parts)
         if kept:
             yield Source(name, found.version, licence, root, kept)
@@ -151,6 +154,8 @@ def build(out: Path, most_bytes: int, commit: str | None) -> None:
     rows, pieces, seen, total = [], [], set(), 0
     with ThreadPoolExecutor(16) as pool:
         for source in sources():
+            if total > most_bytes:
+                break
             size = [0, 0]
             for path, text in zip(source.files, pool.map(text_of, source.files), strict=True):
                 # Equal files are taken once, wherever they lie.

@@ -51,12 +51,12 @@ from benchmarks.quality.language_measure import (
 from benchmarks.quality.language_model import FULL, TINY, Size, Trainer, train
 from sagepatch.plan import Plan
 
-LENGTHS = (1024, 4096, 16384, 32768)
-RECALL_LENGTHS = (4096, 16384, 32768)
+LENGTHS = (1024, 8192, 32768)
+RECALL_LENGTHS = (4096, 32768)
 TINY_LENGTHS = (512, 1024)
 # Documents of one round; every condition sees a round before the next begins.
-ROUND = 2
-LAYER_TOKENS = 4096
+ROUND = 1
+LAYER_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +99,7 @@ def main() -> None:
     options = parsed()
     scale = TINY_SCALE if options.tiny else FULL_SCALE
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kept = [word for word in sys.argv[1:] if not word.startswith("--commit")]
-    command = " ".join(["python -m benchmarks.quality.language", *kept])
-    about = tables.provenance(command, options.commit)
+    about = tables.provenance(tables.command_of("language", sys.argv[1:]), options.commit)
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.model or options.keep or Path(scratch) / "model"
         trainer = None
@@ -141,7 +139,7 @@ def geometries(scale: Scale) -> list[ahead.Geometry]:
         ahead.Geometry(many, size.heads, size.kv_heads, length, size.head_dim, 1)
         for many, length in sorted(rows)
     ]
-    demo = [ahead.Geometry(count, 3, 3, 1056, 64, 0) for count in (192, 4)]
+    demo = [ahead.Geometry(count, 3, 3, 1056, 64, 0) for count in (120, 4)]
     return [*demo, *causal]
 
 
@@ -249,10 +247,10 @@ def measure(
     failed: set[str] = set()
     began = time.perf_counter()
     ends = started + options.until if options.until else began + options.measure_seconds
-    longest_round = 0.0
+    last_round = 0.0
     for first in range(0, len(documents), ROUND):
         round_began = time.perf_counter()
-        if first and round_began + longest_round > ends:
+        if first and round_began + last_round > ends:
             break
         batch = documents[first : first + ROUND]
         for condition in conditions:
@@ -269,12 +267,13 @@ def measure(
             else:
                 records += fresh
         records = [record for record in records if record.condition not in failed]
-        longest_round = max(longest_round, time.perf_counter() - round_began)
+        last_round = time.perf_counter() - round_began
         say(f"{first + len(batch)} documents measured")
-        write_summary(records, conditions, device, options.out, about)
+        # What a run that is cut off leaves.
+        raw = [asdict(record) for record in records]
+        tables.write(options.out / "language_records.csv", raw, {})
     say("failed:", sorted(failed) or "nothing")
-    raw = [asdict(record) for record in records]
-    tables.write(options.out / "language_records.csv", raw, {})
+    write_summary(records, conditions, device, options.out, about)
 
 
 def write_summary(

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.quality.intervals import ratio_interval
-from benchmarks.quality.tasks import Answer, questions
+from benchmarks.quality.tasks import SLOT, Answer, questions
 
 # Rows of one forward pass hold together at most so many tokens.
 PASS_TOKENS = 32768
-PER_ROW, MOST_ROWS = 8, 4
+# Retrievals asked for in a row: so many, or a third of the room.
+PER_ROW, MOST_ROWS = 24, 4
 # Logits of so many tokens at once.
 HEAD_TOKENS = 8192
 # Seeds of the questions differ by document and length.
@@ -135,7 +136,8 @@ def recall(
         for at, document in enumerate(documents.cpu()):
             number = first + at
             text = document[: rows * length].view(rows, length)
-            ids, answers = questions(text, PER_ROW, number * LARGEST_LENGTH + length)
+            asked = min(PER_ROW, length // SLOT // 3 - 1)
+            ids, answers = questions(text, asked, number * LARGEST_LENGTH + length)
             marks = answered(model, ids.to(documents.device), answers)
             totals: dict[tuple[str, int], list[float]] = {}
             for answer, (tokens, whole) in zip(answers, marks, strict=True):

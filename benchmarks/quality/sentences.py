@@ -143,9 +143,7 @@ def main() -> None:
     parser.add_argument("--commit")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kept = [word for word in sys.argv[1:] if not word.startswith("--commit")]
-    command = " ".join(["python -m benchmarks.quality.sentences", *kept])
-    about = tables.provenance(command, options.commit)
+    about = tables.provenance(tables.command_of("sentences", sys.argv[1:]), options.commit)
     encoder = loaded(device)
     asked = pairs(options.count)
     texts = [pair.question for pair in asked] + [pair.answer for pair in asked]

@@ -16,6 +16,20 @@ PROVENANCE = ("device", "versions", "commit", "command")
 Row = Mapping[str, object]
 
 
+def command_of(module: str, words: Sequence[str]) -> str:
+    """The command that made a table, without where it wrote and what it was told of the commit.
+
+    >>> command_of("demo", ["--captions", "4", "--out", "/tmp/x"])
+    'python -m benchmarks.quality.demo --captions 4'
+    """
+    kept = list(words)
+    for option in ("--out", "--commit"):
+        while option in kept:
+            at = kept.index(option)
+            del kept[at : at + 2]
+    return " ".join([f"python -m benchmarks.quality.{module}", *kept])
+
+
 def provenance(command: str, commit: str | None = None) -> dict[str, str]:
     """The columns that every table ends with. `commit` where git is not at hand."""
     machine = Machine.here()

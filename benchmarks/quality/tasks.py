@@ -15,11 +15,11 @@ FILE, END, COPY, PASTE, KEY, VALUE, ASK = range(len(SPECIAL))
 KEY_TOKENS, VALUE_TOKENS = 2, 4
 COPY_TOKENS = 32
 # Keys, values and passages are made of these ids: frequent tokens, after the bytes.
-ITEM_IDS = (300, 812)
+ITEM_IDS = (300, 428)
 # Every item lies in a slot of its own.
 SLOT = 40
 # How much more an answer counts than a token of text.
-ANSWER_WEIGHT = 4.0
+ANSWER_WEIGHT = 6.0
 
 
 @dataclass(frozen=True, slots=True)
