@@ -16,7 +16,7 @@ from sagepatch.backends.sdpa import run as run_sdpa
 from sagepatch.dispatch import Request
 from sagepatch.errors import InvalidArgument
 from sagepatch.numerics.recipe import EXACT
-from sagepatch.ops import check_rising  # importing it registers torch.ops.sagepatch
+from sagepatch.ops import check_rising, serve, watched  # registers torch.ops.sagepatch
 from sagepatch.spec import Call, check_devices, check_mask, check_shapes, mask_kind
 
 Layout = Literal["BHSD", "BSHD"]
@@ -190,6 +190,8 @@ def run(
             )
         out, lse = run_sdpa(call, EXACT)
         return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
+    if not watched(call):
+        return serve(call, handle, variant)
     result: tuple[Tensor, Tensor] = torch.ops.sagepatch.attention(
         call.q,
         call.k,

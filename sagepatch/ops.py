@@ -4,6 +4,7 @@ fake.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -46,7 +47,6 @@ def _attention(
     bshd_out: bool,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    # Kernels walk rows of one number an entry without looking at strides.
     call = Call(
         q,
         k,
@@ -56,21 +56,13 @@ def _attention(
         causal_offset,
         window,
         softcap,
-        None if sinks is None else sinks.contiguous(),
-        None if cu_seqlens_q is None else cu_seqlens_q.contiguous(),
-        None if cu_seqlens_kv is None else cu_seqlens_kv.contiguous(),
+        sinks,
+        cu_seqlens_q,
+        cu_seqlens_kv,
         bshd_out,
         return_lse,
     )
-    if cu_seqlens_q is not None and cu_seqlens_kv is not None:
-        check_rising("cu_seqlens_q", cu_seqlens_q, q.shape[2])
-        check_rising("cu_seqlens_kv", cu_seqlens_kv, k.shape[2])
-    if handle is not None:
-        layer = find_layer(handle)
-        out, lse = run_exact(call) if layer is None else run_layer(layer, call)
-    else:
-        out, lse = run_variant(chosen_for(call.spec(), variant), call)
-    return out, q.new_empty(0, dtype=torch.float32) if lse is None else lse
+    return serve(call, handle, variant)
 
 
 def _attention_fake(
@@ -97,6 +89,43 @@ def _attention_fake(
 
 _LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
 torch.library.register_fake("sagepatch::attention", _attention_fake, lib=_LIBRARY)
+
+
+def serve(call: Call, handle: Tensor | None, variant: str) -> tuple[Tensor, Tensor]:
+    """What the op does: run the call as the layer with this handle would, or by `variant` without
+    one. Output, and the log-sum-exp or an empty tensor.
+    """
+    cu_q, cu_kv, sinks = call.cu_seqlens_q, call.cu_seqlens_kv, call.sinks
+    if sinks is not None or cu_q is not None:
+        # Kernels walk rows of one number an entry without looking at strides.
+        sinks, cu_q, cu_kv = (None if t is None else t.contiguous() for t in (sinks, cu_q, cu_kv))
+        call = replace(call, sinks=sinks, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv)
+    if cu_q is not None and cu_kv is not None:
+        check_rising("cu_seqlens_q", cu_q, call.q.shape[2])
+        check_rising("cu_seqlens_kv", cu_kv, call.k.shape[2])
+    if handle is not None:
+        layer = find_layer(handle)
+        out, lse = run_exact(call) if layer is None else run_layer(layer, call)
+    else:
+        out, lse = run_variant(chosen_for(call.spec(), variant), call)
+    return out, call.q.new_empty(0, dtype=torch.float32) if lse is None else lse
+
+
+def watched(call: Call) -> bool:
+    """Whether something looks at the operations that torch runs, and must see ours as one: a
+    compiler or tracer, a dispatch mode, a transform of torch.func, the profiler, or tensors that
+    hold no numbers. Nothing else needs the op, whose dispatch costs the host more than a launch.
+    """
+    q = call.q
+    return (
+        torch.compiler.is_compiling()
+        or q.is_meta
+        or not type(q) is type(call.k) is type(call.v) is Tensor
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._autograd._profiler_enabled()
+    )
 
 
 _CHOSEN: dict[tuple[AttnSpec, str], Variant] = {}

@@ -26,7 +26,11 @@ def run(call: Call, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
         out, lse = exact(call, torch.float64 if wide else torch.float32)
         out = out.to(call.v.dtype)
         return _in_layout(out, call), lse.float() if call.return_lse else None
-    dtype = torch.promote_types(torch.promote_types(call.q.dtype, call.k.dtype), call.v.dtype)
+    q, k, v = call.q, call.k, call.v
+    dtype = q.dtype
+    if not dtype == k.dtype == v.dtype:
+        dtype = torch.promote_types(torch.promote_types(dtype, k.dtype), v.dtype)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     plain_causal = call.causal_offset == 0 and call.window is None and call.attn_mask is None
     mask = call.attn_mask if call.causal_offset is None or plain_causal else merged_mask(call)
     if mask is not None:
@@ -34,15 +38,16 @@ def run(call: Call, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
         while mask.dim() < 2:  # SDPA wants to see both axes
             mask = mask[None]
     out = F.scaled_dot_product_attention(
-        call.q.to(dtype),
-        call.k.to(dtype),
-        call.v.to(dtype),
+        q,
+        k,
+        v,
         attn_mask=mask,
         is_causal=plain_causal,
         scale=call.scale,
         enable_gqa=call.q.shape[1] != call.k.shape[1],
     )
-    return _in_layout(out.to(call.v.dtype), call), None
+    out = out if dtype == call.v.dtype else out.to(call.v.dtype)
+    return _in_layout(out, call), None
 
 
 def _flash_serves(call: Call) -> bool:
