@@ -102,7 +102,7 @@ class LayerCalibration:
     def _sample(self, layer: PatchedLayer, call: Call, exact: Tensor, place: Place | None) -> None:
         pace = self.pace or Pace()
         with pace.measuring(place, call.q.device) as timing:
-            row = self._measured(layer, call, exact, place, timing)
+            row = self._measured(layer, call, exact, place, pace, timing)
         self.rows[:] = kept([*self.rows, replace(row, run=pace.run)])
 
     def _measured(
@@ -111,11 +111,12 @@ class LayerCalibration:
         call: Call,
         exact: Tensor,
         place: Place | None,
+        pace: Pace,
         timing: Timing,
     ) -> Sample:
         spec = call.spec()
         with timing.running():
-            tried = candidate_variants(spec, layer)
+            tried = candidate_variants(spec, layer, known=self.stopwatch.serving)
             # Where emulations may win, times decide nothing.
             timed = bool(tried) and not layer.policy.emulate
             us_exact = self.stopwatch.us(SDPA, call, spec) if timed else None
@@ -148,7 +149,9 @@ class LayerCalibration:
             statistics=statistics(call),
             us_exact=us_exact,
         )
-        self.remedies = diagnosed(call, exact, made, self.remedies)
+        if pace.spares(place):
+            with pace.diagnosing():
+                self.remedies = diagnosed(call, exact, made, self.remedies)
         return made
 
 
@@ -162,11 +165,14 @@ def refuse_capture(layer: PatchedLayer, call: Call, state: str) -> None:
 
 
 def candidate_variants(
-    spec: AttnSpec, layer: PatchedLayer, recipes: Collection[str] | None = None
+    spec: AttnSpec,
+    layer: PatchedLayer,
+    recipes: Collection[str] | None = None,
+    known: dict[AttnSpec, list[Variant]] | None = None,
 ) -> list[Variant]:
     """The kernels that calibration tries on a call of this layer, those that nothing speaks
     against and that know their answer; of `recipes` only, where they are given. Calls in FP32 have
-    none unless recipes are asked for; the layer's record says so.
+    none unless recipes are asked for; the layer's record says so. `known` remembers what serves.
     """
     if spec.q_len <= 1:
         return []
@@ -174,18 +180,22 @@ def candidate_variants(
     if wide is not None and recipes is None:
         layer.record.note(wide)
         return []
-    request = Request("auto", emulate=layer.policy.emulate)
-    serving = {
-        decision.variant.name: decision.variant
-        for decision in candidates(spec, request, layer.unusable, CATALOGUE)
-        if not decision.reasons and decision.variant is not SDPA
-    }
+    serving = None if known is None else known.get(spec)
+    if serving is None:
+        request = Request("auto", emulate=layer.policy.emulate)
+        serving = [
+            decision.variant
+            for decision in candidates(spec, request, layer.unusable, CATALOGUE)
+            if not decision.reasons and decision.variant is not SDPA
+        ]
+        if known is not None:
+            known[spec] = serving
     if recipes is not None:
-        asked = [variant for variant in serving.values() if variant.recipe.name in recipes]
+        asked = [variant for variant in serving if variant.recipe.name in recipes]
         return [variant for variant in asked if _proven(variant, layer)]
     taken: Counter[tuple[bool, str]] = Counter()
     chosen = []
-    for variant in sorted(serving.values(), key=_preference):
+    for variant in sorted(serving, key=_preference):
         emulated = variant.toolchain == "emulated"
         listed = EMULATED_RECIPES if emulated else CANDIDATE_RECIPES
         place = (emulated, variant.tier)

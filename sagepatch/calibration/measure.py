@@ -15,10 +15,10 @@ from sagepatch.numerics.metrics import Metrics, compare
 from sagepatch.spec import AttnSpec, Call
 from sagepatch.variant import Variant
 
-# Errors are taken over at most this many query rows, evenly spaced, a few heads at a time: enough
-# for a worst head, and the double-precision copies stay far below one layer's tensors.
-COMPARED_ROWS = 4096
-COMPARED_NUMBERS = 1 << 21
+# Errors are taken over at most this many query rows, evenly spaced, and over so many numbers at a
+# time: enough for a worst head, few launches, and double-precision copies below a layer's tensors.
+COMPARED_ROWS = 1024
+COMPARED_NUMBERS = 1 << 22
 # Emulations are measured on so many runs of so many query rows.
 EMULATED_RUNS = 3
 EMULATED_ROWS = 128
@@ -101,6 +101,8 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._times: dict[tuple[AttnSpec, str], list[float]] = {}
+        # Kernels that serve a kind of call, found once for all layers.
+        self.serving: dict[AttnSpec, list[Variant]] = {}
 
     def us(self, variant: Variant, call: Call, spec: AttnSpec) -> float | None:
         """Microseconds of `variant` on calls like `call`; None where nothing can be timed."""

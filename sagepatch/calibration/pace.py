@@ -13,6 +13,9 @@ import torch
 from sagepatch.calibration.sections import sampled_steps, section_of
 from sagepatch.schedule import Place, fraction
 
+# Spent on remedies before it is known how long the run takes.
+FIRST_REMEDIES_SECONDS = 0.5
+
 
 def _section(step: int, steps: int) -> int:
     return section_of(fraction(step, steps))
@@ -54,6 +57,11 @@ class Pace:
         self._costs: dict[int, float] = {}
         self._decided: dict[int, bool] = {}
         self._between: frozenset[int] | None = None
+        # What remedies took, and what the whole run will take without measuring, 0 if unknown.
+        self._diagnosing = 0.0
+        self._own_seconds = 0.0
+        # The longest search for remedies yet.
+        self._search = 0.0
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
@@ -61,6 +69,7 @@ class Pace:
         self.run = name
         self._spent, self._began, self._first = 0.0, self._clock(), None
         self._costs, self._decided, self._between = {}, {}, None
+        self._diagnosing = self._own_seconds = 0.0
         try:
             yield
         finally:
@@ -80,6 +89,11 @@ class Pace:
                 self._first = place.step, self._clock()
             known = self._decided.get(place.step)
             if known is None:
+                first, since = self._first
+                if place.step > first:
+                    # Looked at where a step begins: what ran is whole steps.
+                    own = self._clock() - since - self._spent
+                    self._own_seconds = own / (place.step - first) * place.steps
                 known = self._decided[place.step] = self._admits(place)
                 self._held[_section(place.step, place.steps)] += known
             return known
@@ -91,7 +105,7 @@ class Pace:
         """
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        started, timing = self._clock(), Timing(self._clock)
+        started, timing, before = self._clock(), Timing(self._clock), self._diagnosing
         try:
             yield timing
         finally:
@@ -102,8 +116,33 @@ class Pace:
                 self._spent += took
                 self.measuring_seconds += took
                 if place is not None:
-                    before = self._costs.get(place.step, 0.0)
-                    self._costs[place.step] = before + took - timing.seconds
+                    cost = took - timing.seconds - (self._diagnosing - before)
+                    self._costs[place.step] = self._costs.get(place.step, 0.0) + cost
+
+    def spares(self, place: Place | None) -> bool:
+        """Whether there is time to look for remedies too: what the run's own time leaves beside the
+        measured steps, a moment where that is not known yet.
+        """
+        with self._lock:
+            left = FIRST_REMEDIES_SECONDS + self._search
+            if place is not None and self._own_seconds:
+                # Steps still to be measured come first.
+                ahead = sum(step >= place.step for step in sampled_steps(place.steps))
+                costs = sum(self._costs.values()) + ahead * max(self._costs.values(), default=0.0)
+                left = max(left, self._own_seconds - costs)
+            return self._diagnosing + self._search <= left
+
+    @contextmanager
+    def diagnosing(self) -> Iterator[None]:
+        """Count what happens meanwhile as the search for remedies."""
+        started = self._clock()
+        try:
+            yield
+        finally:
+            with self._lock:
+                took = self._clock() - started
+                self._diagnosing += took
+                self._search = max(self._search, took)
 
     def _admits(self, place: Place) -> bool:
         """Whether the run's own time pays for measuring this step, the last one being due still."""
@@ -113,14 +152,13 @@ class Pace:
         if not self._costs or place.step == place.steps - 1:
             return True
         assert self._first is not None
-        first, since = self._first
-        done = place.step - first
-        if done <= 0:
+        first = self._first[0]
+        if not self._own_seconds:
             return False
-        own = (self._clock() - since - self._spent) / done * place.steps
         cost = max(min(self._costs.values()), 1e-9)
         # Besides the last one.
-        affordable = int((own - sum(self._costs.values())) / cost) - 1
+        unspent = self._own_seconds - sum(self._costs.values()) - self._diagnosing
+        affordable = int(unspent / cost) - 1
         if self._between is None:
             left = [first, *(step for step in wanted if step >= place.step)]
             held = {step: self._held[_section(step, place.steps)] for step in left}

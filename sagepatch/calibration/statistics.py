@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from sagepatch.calibration.pieces import rows_of
 from sagepatch.calibration.sample import Statistics
 from sagepatch.numerics.exact import members
 from sagepatch.numerics.masks import merged_mask
@@ -19,7 +20,7 @@ from sagepatch.spec import Call
 ENTROPY_RUNS = 16
 ENTROPY_ROWS = 4
 # Numbers of a tensor that are held in FP32 at once.
-NUMBERS = 1 << 22
+NUMBERS = 1 << 24
 
 
 def statistics(call: Call) -> Statistics:
@@ -60,51 +61,44 @@ def _outlier(q: Tensor) -> Tensor:
 
 def _entropies(call: Call) -> tuple[float, ...]:
     """The mean over sampled rows of the entropy of P over that of an even spread, a head."""
-    Hq = call.q.shape[1]
     if call.packed:
-        longest = max(members(call), key=lambda one: one.q.shape[2] * one.k.shape[2])
-        return _entropies(longest)
-    Sq, Skv = call.q.shape[2], call.k.shape[2]
-    if Sq == 0 or Skv == 0:
+        return _entropies(max(members(call), key=lambda one: one.q.shape[2] * one.k.shape[2]))
+    Hq, Sq = call.q.shape[1], call.q.shape[2]
+    if Sq == 0 or call.k.shape[2] == 0:
         return (0.0,) * Hq
-    starts = sorted({run * max(0, Sq - 1) // ENTROPY_RUNS for run in range(ENTROPY_RUNS)})
-    total = torch.zeros(Hq, dtype=torch.float64)
-    counted = 0
-    for start in starts:
-        rows = _row_entropies(call, start, min(start + ENTROPY_ROWS, Sq))  # [B, Hq, rows]
-        total += rows.sum((0, 2)).double().cpu()
-        counted += rows.shape[0] * rows.shape[2]
-    return tuple((total / counted).tolist())
+    starts = sorted(
+        {run * max(0, Sq - ENTROPY_ROWS) // ENTROPY_RUNS for run in range(ENTROPY_RUNS)}
+    )
+    few = rows_of(call, [(start, min(start + ENTROPY_ROWS, Sq)) for start in starts])
+    return tuple(_row_entropies(few).mean((0, 2)).tolist())
 
 
-def _row_entropies(call: Call, start: int, stop: int) -> Tensor:
-    """Entropy of rows start to stop of P over log(keys seen), [B, Hq, rows]; 0 where a row sees one
-    key or none.
+def _row_entropies(call: Call) -> Tensor:
+    """Entropy of every row of P over log(keys seen), [B, Hq, Sq]; 0 where a row sees one key or
+    none.
     """
-    B, Hq, _, D = call.q.shape
+    B, Hq, Sq, D = call.q.shape
     Hkv, Skv = call.k.shape[1], call.k.shape[2]
+    width = Hq // Hkv
+    group = max(1, NUMBERS // max(1, B * Skv * (D + width * Sq)))
+    mask = merged_mask(call)
+    full = None if mask is None else mask.expand(B, Hq, Sq, Skv)
     found = []
-    per_head = B * Skv * (D + Hq // Hkv * (stop - start))
-    group = max(1, NUMBERS // max(1, per_head))
-    mask = merged_mask(call, start, stop)
-    full = None if mask is None else mask.expand(B, Hq, stop - start, Skv)
     for at in range(0, Hkv, group):
         k = call.k[:, at : at + group].float()
-        width = Hq // Hkv
         heads = slice(at * width, (at + k.shape[1]) * width)
-        q = call.q[:, heads, start:stop].float()
-        stacked = q.reshape(B, k.shape[1], width * (stop - start), D)
-        scores = (stacked @ k.mT).view(B, -1, stop - start, Skv) * call.scale
+        stacked = call.q[:, heads].float().reshape(B, k.shape[1], width * Sq, D)
+        scores = (stacked @ k.mT).view(B, -1, Sq, Skv) * call.scale
         if call.softcap is not None:
             scores = call.softcap * torch.tanh(scores / call.softcap)
+        seen = torch.tensor(float(Skv), device=scores.device)
         if full is not None:
             part = full[:, heads]
             hidden = ~part if part.dtype == torch.bool else part == -torch.inf
             scores = scores if part.dtype == torch.bool else scores + part.float()
             scores = scores.masked_fill(hidden, -torch.inf)
+            seen = (~hidden).sum(-1).float()
         p = torch.softmax(scores, -1)
-        seen = (scores > -torch.inf).sum(-1)
-        entropy = -torch.special.xlogy(p, p).sum(-1)
-        even = torch.log(seen.clamp(min=2).float())
-        found.append(torch.where(seen > 1, entropy / even, 0.0))
+        entropy = torch.special.entr(p).sum(-1)
+        found.append(torch.where(seen > 1, entropy / torch.log(seen.clamp(min=2)), 0.0))
     return torch.cat(found, 1)

@@ -143,3 +143,25 @@ def test_an_interrupted_run_is_counted() -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert (pace.run_seconds, pace.measuring_seconds) == (pytest.approx(3), pytest.approx(1))
+
+
+def test_remedies_are_looked_for_where_there_is_time() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    with pace.running("a"):
+        for step in range(8):
+            place = Place(step, 8)
+            for _ in range(20):
+                clock.now += 0.05
+                if pace.due(place, 1):
+                    with pace.measuring(place, CPU):
+                        clock.now += 0.01
+                        if pace.spares(place):
+                            with pace.diagnosing():
+                                clock.now += 0.2
+    # Half a second, and one search that was begun.
+    assert pace.measuring_seconds <= pace.run_seconds + 0.7
+    assert pace.run_seconds == pytest.approx(8.0)
+    # All steps were measured: remedies took nothing from them.
+    measured = {step for step, due in pace._decided.items() if due}
+    assert measured == set(sampled_steps(8))
