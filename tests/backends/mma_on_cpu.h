@@ -207,3 +207,8 @@ static T __ldg(const T* at) { return *at; }
 
 static bool __any_sync(u32, bool vote) { return __ballot_sync(~0u, vote) != 0; }
 static int __ffs(u32 x) { return __builtin_ffs(x); }
+
+template <int HALF>
+static float from_fp16_pair(u32 x) { return from_fp16(HALF ? x >> 16 : x & 0xFFFF); }
+
+static int anew(int x) { return x; }

@@ -25,9 +25,10 @@ WHY_NOT = "needs a GPU from sm_80 on, or g++ 12"
 # Without a GPU the source is compiled as C++; the GPU's name decides nothing there.
 CPU_TARGET = "sm_89"
 # Of the kernel beside its emulator, before the output is rounded: exp2 of the hardware moves a few
-# codes of P to their neighbours, and FP16 sums round after 16 keys where a GPU emulates E4M3.
+# codes of P to their neighbours, and FP16 sums round after 16 keys where a GPU emulates E4M3. A
+# mean of K summed in another order moves a code of K now and then: few keys feel it most.
 REL_L1 = {"e4m3": 2e-3, "fp16": 1e-3, "int8": 2e-3}
-LSE_ABS, LSE_REL = 1e-3, 3e-7
+LSE_ABS, LSE_REL = 1e-2, 3e-7
 
 
 def make(shape: tuple[int, ...], seed: int = 0, dtype=torch.float16, **options: Any) -> Call:

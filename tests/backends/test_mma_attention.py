@@ -26,10 +26,10 @@ from sagepatch.numerics.recipe import RECIPES
 pytestmark = pytest.mark.skipif(not RUNS, reason=WHY_NOT)
 
 ALL = [variant.recipe.name for variant in CUDA_MMA]
-# Each is compiled and run by a CPU: there the quick tests take one of each kind of arithmetic.
-FEW = ALL if ON_GPU else ["sage2pp_8", "sage1_t", "sage2_4_f16", "sage1_vb"]
-ONE = ALL if ON_GPU else ["sage2_8"]
-slow = () if ON_GPU else pytest.mark.slow
+# Compiling each takes a while: the quick tests take one of each kind of arithmetic.
+FEW = ["sage2pp_8", "sage1_t", "sage2_4_f16", "sage1_vb"]
+ONE = ["sage2_8"]
+slow = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)

@@ -108,6 +108,13 @@ __device__ __forceinline__ void mma_f16(u32 (&d)[2], const u32* a, u32 b0, u32 b
 #undef PRODUCT
 #undef HALF_PRODUCT
 
+// The same number, of which the compiler knows nothing: what follows from it is worked out again
+// instead of kept in registers.
+__device__ __forceinline__ int anew(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // ---- numbers
 
 __device__ __forceinline__ float exp2_mufu(float x) {
@@ -119,6 +126,21 @@ __device__ __forceinline__ float exp2_mufu(float x) {
 __device__ __forceinline__ float log2_mufu(float x) {
   float out;
   asm("lg2.approx.f32 %0, %1;" : "=f"(out) : "f"(x));
+  return out;
+}
+
+// One of the two FP16 numbers in x.
+template <int HALF>
+__device__ __forceinline__ float from_fp16_pair(u32 x) {
+  float out;
+  if constexpr (HALF)
+    asm("{.reg .b16 low, high;\n\tmov.b32 {low, high}, %1;\n\tcvt.f32.f16 %0, high;}"
+        : "=f"(out)
+        : "r"(x));
+  else
+    asm("{.reg .b16 low, high;\n\tmov.b32 {low, high}, %1;\n\tcvt.f32.f16 %0, low;}"
+        : "=f"(out)
+        : "r"(x));
   return out;
 }
 

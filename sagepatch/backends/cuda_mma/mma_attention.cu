@@ -42,48 +42,51 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mma_attention(
   const int g = lane >> 2, t = lane & 3;
   const States tiles(w, sizes, key_bits, states);
 
-  const i64 k_row = (i64)w.kv_head * sizes.kv_pad + w.kv_row;
-  const u8* const k_from = k8 + k_row * ROW_BYTES;
-  const u8* const v_from = PV == PV_FP16
-                               ? v8 + k_row * V_ROW_BYTES
-                               : v8 + (i64)w.kv_head * VALUE * sizes.kv_pad + w.kv_row;
-  const i64 means_row = ((i64)w.head * sizes.m_blocks + w.block) * sizes.kv_pad + w.kv_row;
+  // Rows of keys of all heads, those of this one first, and of means; they fit in 31 bits.
+  const int k_first = w.kv_head * sizes.kv_pad + w.kv_row;
+  const int means_row = w.head * sizes.m_blocks + w.block;
   const auto copy_keys = [&](int tile, int slot) {
     const u32 to = q_at + Q_BYTES + slot * K_BYTES;
-    copy_rows<BLOCK_N, ROW_BYTES, false>(to, k_from + (i64)tile * K_TILE_BYTES, ROW_BYTES, 0);
-    if constexpr (BY_TOKEN) copy_numbers(to + SCALES_AT, k_scale + k_row + tile * BLOCK_N);
+    const i64 row = anew(k_first) + tile * BLOCK_N;
+    copy_rows<BLOCK_N, ROW_BYTES, false>(to, k8 + row * ROW_BYTES, ROW_BYTES, 0);
+    if constexpr (BY_TOKEN) copy_numbers(to + SCALES_AT, k_scale + row);
     if constexpr (SMOOTH_Q)
-      copy_numbers(to + MEANS_AT, mean_scores_log2 + means_row + tile * BLOCK_N);
+      copy_numbers(to + MEANS_AT, mean_scores_log2 + (i64)anew(means_row) * sizes.kv_pad +
+                                      w.kv_row + tile * BLOCK_N);
   };
   const auto copy_values = [&](int tile, int slot) {
     const u32 to = q_at + Q_BYTES + 2 * K_BYTES + slot * V_BYTES;
-    if constexpr (PV == PV_FP16)
-      copy_rows<V_ROWS, V_ROW_BYTES, false>(to, v_from + (i64)tile * V_BYTES, V_ROW_BYTES, 0);
-    else
-      copy_rows<V_ROWS, V_ROW_BYTES, false>(to, v_from + tile * BLOCK_N, sizes.kv_pad, 0);
+    if constexpr (PV == PV_FP16) {
+      const i64 row = anew(k_first) + tile * BLOCK_N;
+      copy_rows<V_ROWS, V_ROW_BYTES, false>(to, v8 + row * V_ROW_BYTES, V_ROW_BYTES, 0);
+    } else {
+      const i64 row = anew(w.kv_head) * VALUE;
+      copy_rows<V_ROWS, V_ROW_BYTES, false>(
+          to, v8 + row * sizes.kv_pad + w.kv_row + tile * BLOCK_N, sizes.kv_pad, 0);
+    }
   };
 
   int tile = tiles.next(w.bottom, w.top), slot = 0;
   copy_rows<BLOCK_M, ROW_BYTES, true>(q_at, q8 + w.q_row * ROW_BYTES, ROW_BYTES, w.rows);
-  if (tile < w.top) copy_keys(tile, 0);
-  commit_copies();
-  if constexpr (V_STAGES == 2) {
-    if (tile < w.top) copy_values(tile, 0);
-    commit_copies();
+  if (tile < w.top) {
+    copy_keys(tile, 0);
+    if constexpr (V_STAGES == 2) copy_values(tile, 0);
   }
+  commit_copies();
 
   // Rows g and g + 8 of the warp's tiles of 16.
   Rows rows[M_TILES];
   const auto row_of = [&](int mt, int i) { return warp * WARP_ROWS + mt * 16 + i * 8 + g; };
-  const auto there = [&](int mt, int i) { return row_of(mt, i) < w.rows; };
   // Rows behind the last are computed as it and not stored.
-  const auto real_row = [&](int mt, int i) { return min(row_of(mt, i), w.rows - 1); };
+  const auto real_row = [&](const Work& of, int mt, int i) {
+    return min(row_of(mt, i), of.rows - 1);
+  };
   float O[M_TILES][V_TILES][4];
 #pragma unroll
   for (int mt = 0; mt < M_TILES; mt++) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      rows[mt].q[i] = __ldg(q_scale_log2 + w.q_row + real_row(mt, i));
+      rows[mt].q[i] = __ldg(q_scale_log2 + w.q_row + real_row(w, mt, i));
       rows[mt].m[i] = FLOAT_SCORES ? -infinity() : LOWEST;
       rows[mt].l[i] = 0.f;
     }
@@ -94,50 +97,55 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mma_attention(
   }
 
   u32 q[M_TILES][Q_REGISTERS ? QK_STEPS : 1][4];
-  const auto load_queries = [&](int mt, int k) {
-    const int row = warp * WARP_ROWS + mt * 16 + (lane & 15);
-    load_matrices(q[mt][Q_REGISTERS ? k : 0], q_at + place<ROW_BYTES>(row, 2 * k + lane / 16));
+  const auto load_queries = [&](int mt, int k, int thread) {
+    const int row = thread / 32 * WARP_ROWS + mt * 16 + (thread & 15);
+    const u32 at = q_at + place<ROW_BYTES>(row, 2 * k + (thread / 16 & 1));
+    load_matrices(q[mt][Q_REGISTERS ? k : 0], at);
   };
-  // Behind the scales: one for each group of 64 keys.
-  const float* const scales = k_scale + k_row / 16 + t;
   bool begun = false;
 
   while (tile < w.top) {
     const int next = tiles.next(tile + 1, w.top);
     const u32 k_at = q_at + Q_BYTES + slot * K_BYTES;
     const int v_slot = V_STAGES == 2 ? slot : 0;
-    wait_for_copies<V_STAGES - 1>();
-    __syncthreads();  // K(tile) is there, and everybody is done with the tile before
+    wait_for_copies<0>();
+    __syncthreads();  // the tile is there, and everybody is done with the one before
     if constexpr (V_STAGES == 1) {
       copy_values(tile, 0);
       commit_copies();
     }
-    if (next < w.top) copy_keys(next, slot ^ 1);
+    if (next < w.top) {
+      copy_keys(next, slot ^ 1);
+      if constexpr (V_STAGES == 2) copy_values(next, slot ^ 1);
+    }
     commit_copies();
     if (Q_REGISTERS && !begun) {
 #pragma unroll
       for (int mt = 0; mt < M_TILES; mt++)
 #pragma unroll
-        for (int k = 0; k < QK_STEPS; k++) load_queries(mt, k);
+        for (int k = 0; k < QK_STEPS; k++) load_queries(mt, k, threadIdx.x);
       begun = true;
     }
 
     float kc[KEY_GROUPS];
 #pragma unroll
     for (int i = 0; i < KEY_GROUPS; i++)
-      kc[i] = BY_TOKEN ? 0.f : __ldg(scales + (tile * KEY_GROUPS + i) * 4);
+      kc[i] = BY_TOKEN ? 0.f
+                       : __ldg(k_scale + ((k_first / 64 + tile * KEY_GROUPS + i) * 4 + t));
     const int magic[4] = {MAGIC, MAGIC, MAGIC, MAGIC};
     int S[M_TILES][N_TILES][4];
+    // Places of rows cost less to work out than registers to keep them in.
+    const int me = anew(threadIdx.x);
 #pragma unroll
     for (int k = 0; k < QK_STEPS; k++) {
       if constexpr (!Q_REGISTERS)
 #pragma unroll
-        for (int mt = 0; mt < M_TILES; mt++) load_queries(mt, k);
+        for (int mt = 0; mt < M_TILES; mt++) load_queries(mt, k, me);
 #pragma unroll
       for (int j = 0; j < N_TILES; j += 2) {
         u32 b[4];  // both registers of n-tiles j and j + 1
-        const int row = j * 8 + (lane & 7) + lane / 16 * 8;
-        load_matrices(b, k_at + place<ROW_BYTES>(row, 2 * k + (lane / 8 & 1)));
+        const int row = j * 8 + (me & 7) + (me / 16 & 1) * 8;
+        load_matrices(b, k_at + place<ROW_BYTES>(row, 2 * k + (me / 8 & 1)));
 #pragma unroll
         for (int mt = 0; mt < M_TILES; mt++)
 #pragma unroll
@@ -167,17 +175,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mma_attention(
 #pragma unroll
         for (int i = 0; i < 2; i++)
           mask_rows[i] = w.batch * mask.batch + w.q_head * mask.head +
-                         (w.first + real_row(mt, i)) * mask.row + (key + 2 * t) * mask.key;
+                         (w.first + real_row(w, mt, i)) * mask.row + (key + 2 * t) * mask.key;
       if constexpr (SOFTCAP)
 #pragma unroll
         for (int i = 0; i < 2; i++)
-          terms.shift[i] = __ldg(shift_log2 + w.q_row + real_row(mt, i));
+          terms.shift[i] = __ldg(shift_log2 + w.q_row + real_row(w, mt, i));
       if (partial) {
+        // Few tiles are partial: what only they need takes no registers from the others.
+        const Work p = work_of(anew(blockIdx.x), sizes, cu_q, cu_kv);
         Seen seen;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-          const int end = w.first + row_of(mt, i) + sizes.causal_offset + 1;
-          seen.end[i] = min(w.kv_len, end) - 2 * t;
+          const int end = p.first + row_of(mt, i) + sizes.causal_offset + 1;
+          seen.end[i] = min(p.kv_len, end) - 2 * t;
           seen.begin[i] = end - sizes.window - 2 * t;
         }
         u32 bits[BLOCK_N / 32];
@@ -199,11 +209,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mma_attention(
       pack(S[mt], P[mt]);
     }
 
-    wait_for_copies<1>();
-    __syncthreads();  // V(tile) is there
-    if constexpr (V_STAGES == 2) {
-      if (next < w.top) copy_values(next, slot ^ 1);
-      commit_copies();
+    if constexpr (V_STAGES == 1) {
+      wait_for_copies<1>();
+      __syncthreads();  // V(tile) is there
     }
     add_values(O, P, rows, q_at + Q_BYTES + 2 * K_BYTES + v_slot * V_BYTES);
     tile = next;
@@ -211,8 +219,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mma_attention(
   }
   wait_for_copies<0>();
 
+  // Places in the output are worked out only now.
+  const Work o = work_of(anew(blockIdx.x), sizes, cu_q, cu_kv);
   const float* const v_scales =
-      v_scale + ((i64)w.member * (sizes.q_heads / sizes.group) + w.q_head / sizes.group) * VALUE;
+      v_scale + ((i64)o.member * (sizes.q_heads / sizes.group) + o.q_head / sizes.group) * VALUE;
 #pragma unroll
   for (int mt = 0; mt < M_TILES; mt++) {
     Ended ended[2];
@@ -223,13 +233,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mma_attention(
       float l = rows[mt].l[i];
       l += __shfl_xor_sync(~0u, l, 1);
       l += __shfl_xor_sync(~0u, l, 2);
-      const i64 row = w.q_row + real_row(mt, i);
+      const i64 row = o.q_row + real_row(o, mt, i);
       const float shift = shift_log2 ? __ldg(shift_log2 + row) : 0.f;
-      const float sink = sinks ? __ldg(sinks + w.q_head) * LOG2E : -infinity();
+      const float sink = sinks ? __ldg(sinks + o.q_head) * LOG2E : -infinity();
       ended[i] = end_row(rows[mt].m[i], l, shift, sink);
-      stored[i] = there(mt, i);
-      at[i] = w.batch * out_batch + w.q_head * out_head +
-              (row - (i64)w.head * sizes.q_len) * out_row;
+      stored[i] = row_of(mt, i) < o.rows;
+      at[i] = o.batch * out_batch + o.q_head * out_head +
+              (row - (i64)o.head * sizes.q_len) * out_row;
       if (lse && stored[i] && t == 0)
         lse[row] = l == 0.f && !sinks ? -infinity() : ended[i].lse * LN2;
     }

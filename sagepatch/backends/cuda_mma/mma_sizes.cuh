@@ -64,13 +64,27 @@ __device__ __forceinline__ u32 place(int row, int chunk) {
 template <int ROWS, int BYTES, bool CUT>
 __device__ __forceinline__ void copy_rows(u32 to, const u8* from, i64 step, int rows) {
   constexpr int chunks = BYTES / 16, all = ROWS * chunks;
+  // Where all threads together take whole rows, 8 or more, a thread's places differ by constants.
+  constexpr int together = THREADS % chunks == 0 ? THREADS / chunks : 1;
+  if constexpr (together % 8 == 0) {
+    const int row = threadIdx.x / chunks, chunk = threadIdx.x % chunks;
+    to += place<BYTES>(row, chunk);
+    from += row * step + chunk * 16;
 #pragma unroll
-  for (int first = 0; first < all; first += THREADS) {
-    const int i = first + threadIdx.x;
-    const int row = i / chunks, chunk = i - row * chunks;
-    if (all % THREADS == 0 || i < all) {
-      const bool there = !CUT || row < rows;
-      copy16(to + place<BYTES>(row, chunk), from + (there ? row : 0) * step + chunk * 16, there);
+    for (int first = 0; first < ROWS; first += together)
+      if (first + together <= ROWS || first + row < ROWS) {
+        const bool there = !CUT || first + row < rows;
+        copy16(to + first * BYTES, from + (there ? first * step : -row * step), there);
+      }
+  } else {
+#pragma unroll
+    for (int first = 0; first < all; first += THREADS) {
+      const int i = first + threadIdx.x;
+      const int row = i / chunks, chunk = i - row * chunks;
+      if (all % THREADS == 0 || i < all) {
+        const bool there = !CUT || row < rows;
+        copy16(to + place<BYTES>(row, chunk), from + (there ? row : 0) * step + chunk * 16, there);
+      }
     }
   }
 }

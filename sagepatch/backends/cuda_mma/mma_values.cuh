@@ -20,7 +20,7 @@ struct Sums<PV_KIND, true> {
   u32 s[2];  // pairs of columns of rows g and g + 8
   __device__ __forceinline__ void clear() { s[0] = s[1] = 0; }
   __device__ __forceinline__ float operator[](int e) const {
-    return from_fp16(e & 1 ? s[e / 2] >> 16 : s[e / 2]);
+    return e & 1 ? from_fp16_pair<1>(s[e / 2]) : from_fp16_pair<0>(s[e / 2]);
   }
   __device__ __forceinline__ void add(const u32* p, u32 b0, u32 b1) {
     if constexpr (PV_KIND == PV_FP16)
@@ -40,8 +40,9 @@ struct Sums<PV_INT8, false> {
 };
 
 // The operand V of 8 columns and all keys of a tile, two registers a product.
-__device__ __forceinline__ void load_values(u32 (&b)[BLOCK_N / PV_KEYS * 2], u32 v_at, int column) {
-  const int lane = threadIdx.x & 31;
+__device__ __forceinline__ void load_values(u32 (&b)[BLOCK_N / PV_KEYS * 2], u32 v_at, int column,
+                                            int thread) {
+  const int lane = thread & 31;
 #pragma unroll
   for (int i = 0; i < BLOCK_N / PV_KEYS / 2; i++) {
     u32 four[4];
@@ -72,10 +73,11 @@ __device__ __forceinline__ void add_values(float (&O)[M_TILES][V_TILES][4],
           for (int e = 0; e < 4; e++) O[mt][n][e] *= rows[mt].alpha[e / 2];
     }
   }
+  const int thread = anew(threadIdx.x);
 #pragma unroll
   for (int n = 0; n < V_TILES; n++) {
     u32 b[BLOCK_N / PV_KEYS * 2];
-    load_values(b, v_at, n);
+    load_values(b, v_at, n, thread);
 #pragma unroll
     for (int mt = 0; mt < M_TILES; mt++) {
       if constexpr (IN_PLACE) {

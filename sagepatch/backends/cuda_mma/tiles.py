@@ -53,7 +53,7 @@ class Tile:
     m_tiles: int
     resident: int
     v_stages: int = 2
-    q_registers: bool = True
+    q_registers: bool = False
     in_place: bool = False
 
     @property
@@ -106,26 +106,35 @@ def refusal(recipe: Recipe, head_dim: int, v_head_dim: int) -> str | None:
 
 @cache
 def pick(recipe: Recipe, head_dim: int, v_head_dim: int, target: str) -> Tile:
-    """The tile for a recipe, head sizes and a GPU. Registers decide: no instance of the usual sizes
-    spills. Raises `InvalidArgument` where there is none.
+    """The tile for a recipe, head sizes and a GPU. Raises `InvalidArgument` where there is none.
+
+    Registers decide: with two tiles of 16 rows a warp, K and V are read from shared memory half as
+    often, and two blocks of threads a multiprocessor fill each other's gaps; where that would
+    leave registers in memory, eight warps take one tile each.
     """
     why = refusal(recipe, head_dim, v_head_dim)
     if why is not None:
         raise InvalidArgument(f"the mma.sync kernel cannot run this call: {why}")
     in_place = recipe.pv == "fp16" and recipe.accumulate == "fp32"
     block_n = 128 if recipe.keys_per_flush == 128 else 64
-    if max(head_dim, v_head_dim) <= 64 and block_n == 64:
-        return Tile(block_n, 4, 2, 2, q_registers=False, in_place=in_place)
-    tile = Tile(block_n, 8, 1, 1, q_registers=head_dim <= 128, in_place=in_place)
-    if shared_bytes(recipe, head_dim, v_head_dim, tile) <= SHARED_BYTES[target]:
-        return tile
-    tile = Tile(block_n, 8, 1, 1, 1, q_registers=head_dim <= 128, in_place=in_place)
-    if shared_bytes(recipe, head_dim, v_head_dim, tile) <= SHARED_BYTES[target]:
-        return tile
+    largest = max(head_dim, v_head_dim)
+    if block_n == 64 and (largest <= 64 or (largest <= 128 and _fits_twice(recipe, target))):
+        return Tile(block_n, 4, 2, 2, in_place=in_place)
+    for v_stages in (2, 1):
+        tile = Tile(block_n, 8, 1, 1, v_stages, in_place=in_place)
+        if shared_bytes(recipe, head_dim, v_head_dim, tile) <= SHARED_BYTES[target]:
+            return tile
     raise InvalidArgument(
         f"the mma.sync kernel cannot run this call: {recipe.name} with head sizes {head_dim} and "
         f"{v_head_dim} needs more shared memory than {target} has"
     )
+
+
+def _fits_twice(recipe: Recipe, target: str) -> bool:
+    """Whether the compiler keeps two tiles of 16 rows a warp of 128 columns in registers."""
+    if recipe.pv != "e4m3" or recipe.qk_bits != 8 or recipe.k_granularity == "token":
+        return False
+    return recipe.depth == 2 or (recipe.depth is None and target == "sm_89")
 
 
 def padded(recipe: Recipe, head_dim: int) -> int:
