@@ -1,4 +1,5 @@
-"""Writes the tables of README.md from the measurements beside this file, between their markers.
+"""Writes tables of README.md and of docs/kernels-cuda.md from the measurements beside this file,
+between their markers.
 
 python benchmarks/readme_tables.py
 """
@@ -11,6 +12,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
+CUDA_PAGE = HERE.parent / "docs" / "kernels-cuda.md"
 # The recipes worth a line: one or two of each kind, not every depth of accumulation.
 SHOWN = ("sage2pp_8", "sage2_8", "sage2_8b", "sage2pp_4", "sage1_vt", "sage1_b", "sage1_t")
 OURS = ("triton.", "cuda.", "cuda_mma.")
@@ -47,18 +49,46 @@ def h200_attention() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"demo-recipes": demo_recipes, "h200-attention": h200_attention}
+def cuda_speed() -> str:
+    """The Hopper kernels beside their peers."""
+    shown = {
+        "cuda.sage2pp_8_d4": "`sage2pp_8_d4`",
+        "cuda.sage2_8": "`sage2_8`",
+        "cuda.sage1_b_f32": "`sage1_b_f32`",
+        "sdpa_cudnn": "cuDNN bf16",
+        "cudnn_fp8": "cuDNN FP8",
+        "sageattention_1_0_6": "SageAttention 1.0.6",
+    }
+    rows = _rows("h200_attention.csv")
+    speeds = {(row["shape"], row["variant"]): float(row["tflops"]) for row in rows}
+    lines = [
+        "| shape | " + " | ".join(shown.values()) + " | FP8 over cuDNN bf16 | FP16 V over it |",
+        "|---" * (len(shown) + 3) + "|",
+    ]
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        at = [speeds[shape, name] for name in shown]
+        fast, safe, default = max(at[:2]), at[2], at[3]
+        cells = [f"{x:.0f}" for x in at] + [f"{fast / default:.2f}x", f"{safe / default:.2f}x"]
+        lines.append(f"| {shape} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
-def filled(text: str) -> str:
-    """The README with every table as the measurements say."""
-    for name, table in TABLES.items():
+TABLES = {
+    README: {"demo-recipes": demo_recipes, "h200-attention": h200_attention},
+    CUDA_PAGE: {"cuda-speed": cuda_speed},
+}
+
+
+def filled(page: Path) -> str:
+    """The page with every table as the measurements say."""
+    text = page.read_text(encoding="utf-8")
+    for name, table in TABLES[page].items():
         pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
         text, found = re.subn(
             pattern, lambda m, t=table: f"{m[1]}{t()}\n{m[2]}", text, flags=re.DOTALL
         )
         if found != 1:
-            raise SystemExit(f"README.md holds the markers of {name} {found} times, needs one")
+            raise SystemExit(f"{page.name} holds the markers of {name} {found} times, needs one")
     return text
 
 
@@ -68,4 +98,5 @@ def _rows(name: str) -> list[dict[str, str]]:
 
 
 if __name__ == "__main__":
-    README.write_text(filled(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in TABLES:
+        page.write_text(filled(page), encoding="utf-8")
