@@ -83,10 +83,14 @@ def _times(report: Report) -> list[Tile]:
         return [Tile("Speed", "not measured", why)]
     timed = f"{counted(attention.layers, 'timed layer')}, {counted(attention.calls, 'call')}"
     made = [Tile("Attention", f"{attention.gain:.2f}x as fast", timed)]
+    clock = attention.measured_run_gain
     if attention.share is not None and attention.run_gain is not None:
+        predicted = f"{attention.run_gain:.2f}x predicted"
         share = f"attention is {attention.share:.0%} of it"
-        clock = attention.measured_run_gain
-        measured = "; exact run not timed" if clock is None else f"; by the clock {clock:.2f}x"
-        value = f"{attention.run_gain:.2f}x predicted"
-        made.append(Tile("Whole run", value, share + measured))
+        if clock is None:
+            made.append(Tile("Whole run", predicted, f"{share}; the exact run was not timed"))
+        else:
+            made.append(Tile("Whole run", f"{clock:.2f}x measured", f"{predicted}; {share}"))
+    elif clock is not None:
+        made.append(Tile("Whole run", f"{clock:.2f}x measured", "the same run, exact, beside it"))
     return made

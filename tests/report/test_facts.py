@@ -144,10 +144,15 @@ class TestTiles:
         assert shown["Attention"].value == f"{884 / 773:.2f}x as fast"
         whole = shown["Whole run"]
         run_us = 28 * 773
-        assert whole.value == f"{(1e5 - run_us + 28 * 884) / 1e5:.2f}x predicted"
-        assert whole.how == f"attention is {run_us / 1e5:.0%} of it; by the clock 1.50x"
+        predicted = f"{(1e5 - run_us + 28 * 884) / 1e5:.2f}x predicted"
+        assert whole.value == "1.50x measured"
+        assert whole.how == f"{predicted}; attention is {run_us / 1e5:.0%} of it"
         alone = {tile.what: tile for tile in tiles(report.with_run_time(0.1))}
-        assert alone["Whole run"].how.endswith("exact run not timed")
+        assert alone["Whole run"].value == predicted
+        assert alone["Whole run"].how.endswith("the exact run was not timed")
+        # A run that is too short to hold its calls has no share.
+        short = {tile.what: tile for tile in tiles(report.with_run_time(0.01, 0.012))}
+        assert short["Whole run"].value == "1.20x measured"
 
     def test_without_times(self) -> None:
         (*_, last) = tiles(replace(REPORT, emulated=True))
