@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 
@@ -46,6 +47,26 @@ def test_wrong_answers_fail(answer, spoil, told):
     call, out, lse = answer
     spoil(out, lse)
     assert told in selfcheck.verdict(VARIANT, call, out, lse)
+
+
+def test_a_hopper_kernel_is_asked_both_ways_that_it_has(monkeypatch):
+    hopper = BY_NAME["cuda.sage2_8"]
+    asked = []
+
+    def kernel(call, recipe):
+        asked.append((call.return_lse, call.causal_offset))
+        out, lse = emulate(call, recipe)
+        spoilt = out if call.return_lse else out * 1.2
+        return spoilt, lse if call.return_lse else None
+
+    monkeypatch.setattr(selfcheck, "load", lambda entry: kernel)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "full", lambda *args, **kwargs: None)
+    known = selfcheck.known_call
+    monkeypatch.setattr(selfcheck, "known_call", lambda device: known(torch.device("cpu")))
+    assert "relative L1" in (selfcheck._check(hopper, 0) or "")
+    assert asked == [(True, 71), (False, None)]
+    assert selfcheck._check(VARIANT, 0) is None
 
 
 @pytest.fixture
