@@ -9,11 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
+from sagepatch.backends.catalogue import CUDA, CUDA_MMA
 from sagepatch.backends.cuda.build import TARGETS, Compiled, Program
 from sagepatch.backends.cuda.build import missing as missing_compiler
 from sagepatch.backends.cuda.cache import kept
-from sagepatch.backends.cuda.instances import instances
-from sagepatch.backends.cuda_mma.instances import instances as mma_instances
+from sagepatch.backends.cuda.instances import of_recipe as hopper_programs
+from sagepatch.backends.cuda_mma.instances import of_recipe as mma_programs
 from sagepatch.cli import options as o
 from sagepatch.cli.console import out, print_json, progress, table, tell
 from sagepatch.env import Machine, cache_dir
@@ -34,11 +35,10 @@ def build(
     """
     # The bar says it; a line for each program would only tear it.
     logging.getLogger("sagepatch.compile").setLevel(logging.WARNING)
-    wanted = targets(all_archs)
-    programs = [p for t in wanted for p in (*instances(t), *mma_instances(t))]
-    with progress(f"compiling {len(programs)} programs") as step:
-        made = compile_all(programs, step)
-    rows = [row for program, compiled in made for row in facts(program, compiled)]
+    wanted = programs(targets(all_archs))
+    with progress(f"compiling {len(wanted)} programs") as step:
+        made = compile_all(list(wanted), step)
+    rows = [row for program, compiled in made for row in facts(program, compiled, wanted[program])]
     where = cache_dir()
     if as_json:
         print_json(
@@ -49,7 +49,7 @@ def build(
         if where is None:
             tell("Nothing is kept: SAGEPATCH_CACHE_DIR is set to nothing.", style="yellow")
         else:
-            tell(f"{len(programs)} programs in {where / 'kernels'}", style="bold")
+            tell(f"{len(wanted)} programs in {where / 'kernels'}", style="bold")
 
 
 def targets(all_archs: bool) -> list[str]:
@@ -72,6 +72,17 @@ def targets(all_archs: bool) -> list[str]:
     return wanted
 
 
+def programs(wanted: list[str]) -> dict[Program, list[str]]:
+    """What is compiled for these targets, and the full names of the variants that run it."""
+    found: dict[Program, list[str]] = {}
+    for target in wanted:
+        for variants, of_recipe in ((CUDA, hopper_programs), (CUDA_MMA, mma_programs)):
+            for variant in variants:
+                for program in of_recipe(variant.recipe, target):
+                    found.setdefault(program, []).append(variant.name)
+    return found
+
+
 def compile_all(programs: list[Program], step: Any) -> list[tuple[Program, Compiled]]:
     """Each program compiled or read from the cache, in the order given."""
     found: dict[Program, Compiled] = {}
@@ -83,17 +94,19 @@ def compile_all(programs: list[Program], step: Any) -> list[tuple[Program, Compi
     return [(program, found[program]) for program in programs]
 
 
-def facts(program: Program, compiled: Compiled) -> list[dict[str, Any]]:
+def facts(program: Program, compiled: Compiled, variants: list[str]) -> list[dict[str, Any]]:
     """One row a kernel, as read from its machine code. `spill_bytes` is all the memory of a thread
-    outside its registers; shared memory that a launch adds is not in it.
+    outside its registers; `shared_bytes` has what a launch adds.
     """
+    added = int(dict(program.defines).get("SHARED_BYTES", 0))
     return [
         {
             "kernel": found.kernel,
             "arch": program.target,
             "registers": found.registers,
             "spill_bytes": found.stack_bytes,
-            "shared_bytes": found.shared_bytes,
+            "shared_bytes": found.shared_bytes + added,
+            "variants": variants,
             "source": program.source,
             "options": dict(program.defines),
         }
@@ -103,7 +116,7 @@ def facts(program: Program, compiled: Compiled) -> list[dict[str, Any]]:
 
 def show(rows: list[dict[str, Any]]) -> None:
     """The same for people."""
-    made = table("kernel", "arch", "registers", "spilled", "shared", "options")
+    made = table("kernel", "arch", "registers", "spilled", "shared", "variants", "options")
     for row in rows:
         made.add_row(
             row["kernel"],
@@ -111,6 +124,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             str(row["registers"]),
             str(row["spill_bytes"]),
             str(row["shared_bytes"]),
+            " ".join(row["variants"]),
             " ".join(f"{name}={value}" for name, value in row["options"].items()),
         )
     out().print(made)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from cli.conftest import Sage
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
-from sagepatch.backends.cuda.build import Program, nvrtc_version
+from sagepatch.backends.catalogue import CUDA, CUDA_MMA
+from sagepatch.backends.cuda.build import Program, compile_program, nvrtc_version
 from sagepatch.cli import build
 from sagepatch.env import Gpu, Machine
 
@@ -32,8 +34,8 @@ SMALL = Program(
 
 @pytest.fixture(autouse=True)
 def _one_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(build, "instances", lambda target: (SMALL,) if target == "sm_90a" else ())
-    monkeypatch.setattr(build, "mma_instances", lambda target: ())
+    one = {SMALL: ["cuda.sage2_8"]}
+    monkeypatch.setattr(build, "programs", lambda wanted: one if "sm_90a" in wanted else {})
     monkeypatch.setenv("SAGEPATCH_CACHE_DIR", str(tmp_path / "kept"))
 
 
@@ -49,6 +51,7 @@ def test_every_kernel_is_reported_as_its_machine_code_says(sage: Sage, tmp_path:
         assert row["spill_bytes"] == 0
         assert 0 <= row["shared_bytes"] < 48 << 10
         assert row["options"]["HEAD"] == 64
+        assert row["variants"] == ["cuda.sage2_8"]
     assert len(list((tmp_path / "kept/kernels").glob("*.cubin"))) == 1
     assert "(once)" not in ended.err
 
@@ -111,3 +114,30 @@ def test_what_is_compiled_ahead_covers_both_families() -> None:
     assert {program.source for program in programs} == {"prepass.cu", "attention.cu"}
     assert {dict(program.defines)["HEAD"] for program in programs} == {64, 128}
     assert instances("sm_100a") == ()
+
+
+PROGRAMS = build.programs
+
+
+def test_every_kernel_is_compiled_for_every_gpu_of_its_record() -> None:
+    compiled = {
+        (name, program.target)
+        for program, names in PROGRAMS(list(build.TARGETS.values())).items()
+        for name in names
+    }
+    listed = {
+        (variant.name, build.TARGETS[arch])
+        for variant in (*CUDA, *CUDA_MMA)
+        for arch in variant.archs or ()
+    }
+    assert compiled == listed
+
+
+def test_shared_memory_of_a_launch_counts() -> None:
+    compiled = compile_program(SMALL)
+    program = replace(SMALL, defines=(*SMALL.defines, ("SHARED_BYTES", 40000)))
+    plain, more = build.facts(SMALL, compiled, []), build.facts(program, compiled, [])
+    assert [b["shared_bytes"] - a["shared_bytes"] for a, b in zip(plain, more, strict=True)] == [
+        40000,
+        40000,
+    ]

@@ -25,12 +25,21 @@ def recipes(target: str) -> tuple[Recipe, ...]:
     return tuple(v.recipe for v in CUDA_MMA if v.archs is not None and arch in v.archs)
 
 
+def of_recipe(recipe: Recipe, target: str) -> tuple[Program, ...]:
+    """The programs of one recipe for `target`: pre-pass and attention; none where its record does
+    not list that GPU.
+    """
+    if recipe not in recipes(target):
+        return ()
+    found = dict.fromkeys(prepasses(target, (recipe,), (torch.bfloat16,)))
+    for dim in HEAD_DIMS:
+        for options in CALLS:
+            found[instance(recipe, dim, dim, target, options).program] = None
+        found |= dict.fromkeys(means_instances(recipe, dim, target))
+    return tuple(found)
+
+
 def instances(target: str) -> tuple[Program, ...]:
-    """The programs of every recipe that serves on `target`: attention, then pre-passes."""
-    found: dict[Program, None] = {}
-    for recipe in recipes(target):
-        for dim in HEAD_DIMS:
-            for options in CALLS:
-                found[instance(recipe, dim, dim, target, options).program] = None
-            found |= dict.fromkeys(means_instances(recipe, dim, target))
-    return (*found, *prepasses(target, recipes(target), (torch.bfloat16,)))
+    """The programs of every recipe that serves on `target`."""
+    made = (program for recipe in recipes(target) for program in of_recipe(recipe, target))
+    return tuple(dict.fromkeys(made))
