@@ -83,7 +83,7 @@ def options(layer: LayerTable, cell: Cell, cost: Mapping[str, float]) -> list[so
         return found
     for name in cost:
         if name != SDPA.name and all(row.errors[name].finite for row in cell.judged):
-            cosines = [row.errors[name].worst.cosine for row in cell.own]
+            cosines = [row.errors[name].cosine_mean for row in cell.own]
             mean = math.fsum(cosines) / len(cosines)
             error = solver.relative_error(mean) * math.sqrt(cell.share)
             found.append(solver.Option(name, error, cost[name] * cell.share))

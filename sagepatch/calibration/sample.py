@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ class HeadErrors:
     (`numerics.metrics.Metrics` says what each means).
 
     `us` is the kernel's time on such calls in microseconds, None where nothing was timed. `worst`
-    follows from the rest.
+    and `cosine_mean`, over heads, follow from the rest.
     """
 
     finite: bool
@@ -33,11 +34,13 @@ class HeadErrors:
     norm_ratio: tuple[float, ...]
     us: float | None = None
     worst: Worst = field(init=False, repr=False, compare=False)
+    cosine_mean: float = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         ratio = max(self.norm_ratio, key=lambda one: abs(one - 1))
         worst = Worst(min(self.cosine), max(self.rel_l1), max(self.rmse), ratio)
         object.__setattr__(self, "worst", worst)
+        object.__setattr__(self, "cosine_mean", math.fsum(self.cosine) / len(self.cosine))
 
     @property
     def worst_head(self) -> int:

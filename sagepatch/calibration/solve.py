@@ -1,7 +1,8 @@
 """The fastest plan under one bound for the whole model: a pure function of a calibration's table.
 
-Error model: a layer's relative error is e = sqrt(2 (1 - cosine)), of its mean cosine; errors of
-layers are independent and pass on with gain 1, so the model's output is off by sqrt(sum e^2).
+Error model: a layer's relative error in one part of the schedule is e = sqrt(2 (1 - cosine)), of
+the mean cosine over heads and samples; errors of layers and steps are independent and pass on with
+gain 1, so the model's output is off by sqrt(sum w e^2), w the part's share of the steps.
 benchmarks/error_model.csv says how well that ranks plans.
 """
 

@@ -18,7 +18,8 @@ SCHEMA = 1
 
 def rendered(calibration: Calibration) -> str:
     """JSON text. Infinite errors are null; what follows from other fields is left out."""
-    data = asdict(calibration, dict_factory=lambda pairs: {n: v for n, v in pairs if n != "worst"})
+    follow = ("worst", "cosine_mean")
+    data = asdict(calibration, dict_factory=lambda of: {n: v for n, v in of if n not in follow})
     return json.dumps({"schema": SCHEMA, **_finite(data)}, allow_nan=False) + "\n"
 
 
