@@ -29,6 +29,7 @@ from benchmarks.quality import layers, likeness, tables
 from benchmarks.quality.conditions import (
     EXACT,
     FAILURES,
+    FIRST,
     Condition,
     baselines,
     recipes,
@@ -40,7 +41,10 @@ from sagepatch.demo.captions import FILE
 
 STEPS = DEFAULTS.num_inference_steps
 CHANNELS_IN = 16
+# Pictures at once; those that a calibration sees, and those whose layers are looked at.
 BATCH = {"cuda": 256, "cpu": 2}
+CALIBRATION_PICTURES = {"cuda": 256, "cpu": 1}
+LAYER_PICTURES = {"cuda": 4, "cpu": 1}
 # The calls of a layer whose errors are taken: the first and the last step.
 LAYER_CALLS = (1, 8)
 OTHER_SEED = "exact, another seed"
@@ -202,52 +206,60 @@ def main() -> None:
     parser.add_argument("--captions", type=int)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seconds", type=float)
-    parser.add_argument("--only", nargs="*", help="names of conditions, exact is always drawn")
+    parser.add_argument("--part", choices=("pictures", "layers", "both"), default="both")
     parser.add_argument("--out", type=Path, default=tables.HERE)
     parser.add_argument("--commit")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     about = tables.provenance(tables.command_of("demo", sys.argv[1:]), options.commit)
-    stem = "demo" if device.type == "cuda" else "demo_cpu"
-    started = time.perf_counter()
+    stem = options.out / ("demo" if device.type == "cuda" else "demo_cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     studio = Studio(load_pipeline(dtype, device), device, captions(options.captions), options.seeds)
+    if options.part in ("pictures", "both"):
+        write_pictures(studio, options.seconds, stem, about)
+    if options.part in ("layers", "both"):
+        single = [EXACT, *recipes(device), *baselines()]
+        count = min(LAYER_PICTURES[device.type], studio.count)
+        calls = layers.captured(studio.pipe, lambda: studio.batch(0, count), LAYER_CALLS)
+        tables.write(Path(f"{stem}_layers.csv"), layers.rows(calls, single), about)
+
+
+def write_pictures(
+    studio: Studio, seconds: float | None, stem: Path, about: dict[str, str]
+) -> None:
+    """Draw under every condition; what is there is written after each."""
+    device, started = studio.device, time.perf_counter()
     exact = studio.draw()
     print(f"{time.perf_counter() - started:.1f} s: {studio.count} exact pictures", flush=True)
-    pictures, steps = [], []
+    pictures: list[dict[str, object]] = []
+    steps: list[dict[str, object]] = []
 
     def add(name: str, group: str, kernel: str, drawn: Drawn) -> None:
         pictures.append(compared(name, group, kernel, drawn, exact))
         steps.extend(over_steps(name, group, drawn, exact))
-        tables.write(options.out / f"{stem}_pictures.csv", pictures, about)
-        tables.write(options.out / f"{stem}_steps.csv", steps, about)
+        tables.write(Path(f"{stem}_pictures.csv"), pictures, about)
+        tables.write(Path(f"{stem}_steps.csv"), steps, about)
         shown = pictures[-1]
-        print(
-            f"{time.perf_counter() - started:.1f} s:",
-            name,
-            shown["psnr_db_mean"],
-            shown["ssim_mean"],
-            flush=True,
-        )
+        took = f"{time.perf_counter() - started:.1f} s:"
+        print(took, name, shown["psnr_db_mean"], shown["ssim_mean"], flush=True)
 
-    add(OTHER_SEED, "yardstick", "sdpa.exact", other_seed(exact, options.seeds))
+    add(OTHER_SEED, "yardstick", "sdpa.exact", other_seed(exact, studio.seeds))
     if device.type == "cuda":
-        full = Studio(load_pipeline(torch.float32, device), device, studio.captions, options.seeds)
+        full = Studio(load_pipeline(torch.float32, device), device, studio.captions, studio.seeds)
         full.noise = studio.noise.float()
         add(FULL_WIDTH, "yardstick", "sdpa.exact in FP32", full.draw())
-    first = min(BATCH[device.type], studio.count)
+    count = min(CALIBRATION_PICTURES[device.type], studio.count)
     calibration = sagepatch.calibrate(
-        studio.pipe, run=lambda: studio.batch(0, first), emulate=device.type == "cpu"
+        studio.pipe, run=lambda: studio.batch(0, count), emulate=device.type == "cpu"
     )
     plans = [Condition("calibrated plan", "plan", calibration.plan())]
     if device.type == "cuda":
         # Where attention is as short as here, exact is often the fastest, and a plan shows nothing.
         plans.append(Condition("plan by accuracy alone", "plan", by_accuracy(calibration)))
-    every = [*plans, *recipes(device), *baselines()]
-    for condition in every:
-        if options.only is not None and condition.name not in options.only:
-            continue
-        if options.seconds is not None and time.perf_counter() - started > options.seconds:
+    found = recipes(device)
+    # Where a time is set: what matters most first.
+    for condition in (*plans, *found[: len(FIRST)], *baselines(), *found[len(FIRST) :]):
+        if seconds is not None and time.perf_counter() - started > seconds:
             print(f"out of time before {condition.name}", flush=True)
             break
         try:
@@ -257,9 +269,6 @@ def main() -> None:
             traceback.print_exc()
             continue
         add(condition.name, condition.group, condition.kernel(device), drawn)
-    single = [EXACT, *(condition for condition in every if condition.plan is None)]
-    calls = layers.captured(studio.pipe, lambda: studio.batch(0, min(4, first)), LAYER_CALLS)
-    tables.write(options.out / f"{stem}_layers.csv", layers.rows(calls, single), about)
 
 
 def by_accuracy(calibration: sagepatch.Calibration) -> sagepatch.Plan:
