@@ -12,7 +12,7 @@ from typing import Any
 from sagepatch.backends.catalogue import BY_NAME, SDPA
 from sagepatch.calibration.cells import Cell, cells
 from sagepatch.calibration.choose import FEWEST_SAMPLES
-from sagepatch.calibration.planning import entry_at
+from sagepatch.calibration.planning import costs, entry_at, options
 from sagepatch.calibration.sample import HeadErrors
 from sagepatch.calibration.table import LayerTable
 from sagepatch.numerics.recipe import TIERS
@@ -113,14 +113,15 @@ def _kernels(layers: Iterable[LayerTable]) -> dict[str, dict[str, Any]]:
 
 def _layer(layer: LayerTable, row: LayerRow, steps: Sequence[Step]) -> dict[str, Any]:
     enough = layer.samples >= FEWEST_SAMPLES
+    cost = costs(layer, layer.candidates)
     return {
         "site": row.name,
         "us_exact": layer.us_exact,
         "runs": _runs(row),
         "reason": row.reason,
         "calls": row.calls_as_measured,
-        "cells": [_cell(layer, cell) for cell in cells(layer.rows, enough)],
-        "whole": [_cell(layer, cell) for cell in cells(layer.rows, by_step=False)],
+        "cells": [_cell(layer, cell, cost) for cell in cells(layer.rows, enough)],
+        "whole": [_cell(layer, cell, cost) for cell in cells(layer.rows, by_step=False)],
         "us": {name: summary.us for name, summary in layer.candidates.items()},
         "steps": {name: _errors(layer, name, steps) for name in layer.names},
     }
@@ -142,9 +143,12 @@ def _plan(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _cell(layer: LayerTable, cell: Cell) -> dict[str, Any]:
-    """One part of the schedule: what decides there, and what it weighs."""
-    own = layer.over(cell.own)
+def _cell(layer: LayerTable, cell: Cell, cost: Mapping[str, float]) -> dict[str, Any]:
+    """One part of the schedule: what decides there, and what it weighs. `error` is what the error
+    model of `calibration.solve` adds up, None for a part without samples of its own.
+    """
+    weighed = options(layer, cell, cost) if cell.own else []
+    errors = {option.variant: option.error for option in weighed}
     return {
         "start": cell.start,
         "end": cell.end,
@@ -160,7 +164,7 @@ def _cell(layer: LayerTable, cell: Cell) -> dict[str, Any]:
                 "worst_head": summary.worst_head,
                 "worst_place": summary.worst_place or f"call {summary.worst_call}",
                 "us": summary.us,
-                "own_cosine_mean": finite(own[name].cosine_mean) if name in own else None,
+                "error": errors.get(name),
             }
             for name, summary in layer.over(cell.judged).items()
         ],

@@ -96,8 +96,7 @@ function summed(plan) {
     const parts = partsOf(plan, layer);
     counts[mainTier(parts)] += 1;
     for (const cell of layer.cells) {
-      const mean = candidateOf(cell, variantAt(parts, cell.start))?.own_cosine_mean ?? null;
-      if (mean !== null) squares += cell.share * 2 * Math.max(0, 1 - mean);
+      squares += (candidateOf(cell, variantAt(parts, cell.start))?.error ?? 0) ** 2;
     }
     if (layer.us_exact === null || layer.calls === 0) continue;
     const [us, current] = [usOf(layer, parts), usOf(layer, layer.runs)];
