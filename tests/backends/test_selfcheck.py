@@ -191,12 +191,12 @@ def test_a_kernel_that_fails_gives_its_place_to_the_next():
 
     def prove(variant):
         asked.append(variant.name)
-        return "lies" if variant.recipe.name == "sage2_8b_k128" else None
+        return "lies" if variant.recipe.name == "sage2pp_8_d4" else None
 
     chosen = select(_spec(), Request("fast"), lambda variant: None, prove=prove)
-    assert chosen.variant.name == "triton.sage2_8"
+    assert chosen.variant.name == "cuda.sage2_8"
     # Only those about to be chosen are compiled and run.
-    assert asked == ["triton.sage2_8b_k128", "triton.sage2_8"]
+    assert asked == ["cuda.sage2pp_8_d4", "cuda.sage2_8"]
     assert chosen.decisions[0].reasons == ("lies",)
     with pytest.raises(VariantRefused, match="lies"):
         select(
