@@ -157,7 +157,7 @@ def _pictures(comparison: Comparison) -> dict[str, object]:
         apart = difference(exact, quantised)
         shown = [
             (_data_uri(png_bytes(exact)), "exact attention"),
-            (_data_uri(png_bytes(quantised)), "quantised, by the plan below"),
+            (_data_uri(png_bytes(quantised)), "quantised, by this plan"),
             (_data_uri(png_bytes(apart)), f"difference, {DIFFERENCE_GAIN} times as bright"),
         ]
     frame = None
