@@ -206,6 +206,7 @@ def main() -> None:
     parser.add_argument("--captions", type=int)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seconds", type=float)
+    parser.add_argument("--only", nargs="+", help="these conditions, in this order")
     parser.add_argument("--part", choices=("pictures", "layers", "both"), default="both")
     parser.add_argument("--out", type=Path, default=tables.HERE)
     parser.add_argument("--commit")
@@ -216,7 +217,7 @@ def main() -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     studio = Studio(load_pipeline(dtype, device), device, captions(options.captions), options.seeds)
     if options.part in ("pictures", "both"):
-        write_pictures(studio, options.seconds, stem, about)
+        write_pictures(studio, options.only, options.seconds, stem, about)
     if options.part in ("layers", "both"):
         single = [EXACT, *recipes(device), *baselines()]
         count = min(LAYER_PICTURES[device.type], studio.count)
@@ -225,7 +226,11 @@ def main() -> None:
 
 
 def write_pictures(
-    studio: Studio, seconds: float | None, stem: Path, about: dict[str, str]
+    studio: Studio,
+    only: Sequence[str] | None,
+    seconds: float | None,
+    stem: Path,
+    about: dict[str, str],
 ) -> None:
     """Draw under every condition; what is there is written after each."""
     device, started = studio.device, time.perf_counter()
@@ -248,17 +253,7 @@ def write_pictures(
         full = Studio(load_pipeline(torch.float32, device), device, studio.captions, studio.seeds)
         full.noise = studio.noise.float()
         add(FULL_WIDTH, "yardstick", "sdpa.exact in FP32", full.draw())
-    count = min(CALIBRATION_PICTURES[device.type], studio.count)
-    calibration = sagepatch.calibrate(
-        studio.pipe, run=lambda: studio.batch(0, count), emulate=device.type == "cpu"
-    )
-    plans = [Condition("calibrated plan", "plan", calibration.plan())]
-    if device.type == "cuda":
-        # Where attention is as short as here, exact is often the fastest, and a plan shows nothing.
-        plans.append(Condition("plan by accuracy alone", "plan", by_accuracy(calibration)))
-    found = recipes(device)
-    # Where a time is set: what matters most first.
-    for condition in (*plans, *found[: len(FIRST)], *baselines(), *found[len(FIRST) :]):
+    for condition in chosen(studio, only):
         if seconds is not None and time.perf_counter() - started > seconds:
             print(f"out of time before {condition.name}", flush=True)
             break
@@ -269,6 +264,26 @@ def write_pictures(
             traceback.print_exc()
             continue
         add(condition.name, condition.group, condition.kernel(device), drawn)
+
+
+def chosen(studio: Studio, only: Sequence[str] | None) -> list[Condition]:
+    """What is compared, in order: what matters most first, or `only` these."""
+    device = studio.device
+    found = recipes(device)
+    others = [*found[: len(FIRST)], *baselines(), *found[len(FIRST) :]]
+    names = [condition.name for condition in others]
+    if only is not None and set(only) <= set(names):
+        return [others[names.index(name)] for name in only]
+    count = min(CALIBRATION_PICTURES[device.type], studio.count)
+    calibration = sagepatch.calibrate(
+        studio.pipe, run=lambda: studio.batch(0, count), emulate=device.type == "cpu"
+    )
+    plans = [Condition("calibrated plan", "plan", calibration.plan())]
+    if device.type == "cuda":
+        # Where attention is as short as here, exact is often the fastest, and a plan shows nothing.
+        plans.append(Condition("plan by accuracy alone", "plan", by_accuracy(calibration)))
+    every = {condition.name: condition for condition in (*plans, *others)}
+    return list(every.values()) if only is None else [every[name] for name in only]
 
 
 def by_accuracy(calibration: sagepatch.Calibration) -> sagepatch.Plan:

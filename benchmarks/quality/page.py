@@ -16,7 +16,39 @@ PAGE = HERE.parent.parent / "docs" / "quality.md"
 EXACT = "exact"
 STEPS = ("1", "2", "4", "8")
 
+NOT_YET = "Not measured yet: `python -m benchmarks.quality.language` writes these tables on a GPU."
+
+PERPLEXITY_TOLD = (
+    "Perplexity of exact attention with its 95 % interval over documents; below it how many "
+    "*thousandths of a nat per token* each other way to run attention adds, with the interval of "
+    "that difference (documents drawn again, 2,000 times). A thousandth of a nat is 0.1 % of "
+    "perplexity."
+)
+POSITIONS_TOLD = (
+    "By position in the longest context, in the same units: a drift with length would show as a "
+    "rise to the right."
+)
+RECALL_TOLD = (
+    "Percent right of exact attention with its interval; below it percentage points more or less."
+)
+
 Rows = list[dict[str, str]]
+
+
+def demo(part: str) -> str:
+    """The demo pipeline's table: from a GPU, or where there is none from a CPU."""
+    on_gpu = f"demo_{part}.csv"
+    return on_gpu if (HERE / on_gpu).exists() else f"demo_cpu_{part}.csv"
+
+
+def models() -> dict[str, str]:
+    """The tables of layers that are there, by what a reader calls the model."""
+    files = {
+        "demo pipeline": demo("layers"),
+        "language model": "language_layers.csv",
+        "sentence encoder": "sentences_layers.csv",
+    }
+    return {label: name for label, name in files.items() if (HERE / name).exists()}
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -33,8 +65,7 @@ def named(row: dict[str, str]) -> str:
 def about(*files: str) -> str:
     """Where the numbers of some tables are from, each different source once."""
     found: dict[str, None] = {}
-    for name in files:
-        row = read(HERE / name)[0]
+    for row in (row for name in files for row in read(HERE / name)):
         told = f"{row['device']}, {row['versions']}, commit {row['commit']}, `{row['command']}`"
         found.setdefault(told)
     listed = ", ".join(f"`benchmarks/quality/{name}`" for name in files)
@@ -60,16 +91,16 @@ def pictures() -> str:
             row["frechet_distance"] if row["frechet_distance"] != "nan" else "",
             row["n"],
         )
-        for row in read(HERE / "demo_pictures.csv")
+        for row in read(HERE / demo("pictures"))
     ]
     head = ("attention", "PSNR, dB", "SSIM", "feature distance", "Fréchet", "n")
-    return table(head, rows) + "\n\n" + about("demo_pictures.csv")
+    return table(head, rows) + "\n\n" + about(demo("pictures"))
 
 
 def steps() -> str:
     """Error of the latents over the denoising steps."""
     by_name: dict[str, dict[str, dict[str, str]]] = {}
-    for row in read(HERE / "demo_steps.csv"):
+    for row in read(HERE / demo("steps")):
         by_name.setdefault(row["condition"], {})[row["step"]] = row
     rows = [
         (
@@ -82,7 +113,7 @@ def steps() -> str:
         for found in by_name.values()
     ]
     head = ("attention", *(f"after step {step}" for step in STEPS))
-    return table(head, rows) + "\n\n" + about("demo_steps.csv")
+    return table(head, rows) + "\n\n" + about(demo("steps"))
 
 
 def _by_condition(rows: Rows, key: str) -> dict[str, dict[str, dict[str, str]]]:
@@ -112,6 +143,23 @@ def _losses(rows: Rows, key: str, heads: dict[str, str]) -> str:
         else:
             found.append((named(first), *(_thousandths(by_key[k]) for k in heads)))
     return table(("attention", *heads.values()), found)
+
+
+def language() -> str:
+    """Everything about the language model, or that it is not there yet."""
+    if not (HERE / "language_perplexity.csv").exists():
+        return NOT_YET
+    return "\n\n".join(
+        (
+            PERPLEXITY_TOLD,
+            perplexity(),
+            POSITIONS_TOLD,
+            positions(),
+            RECALL_TOLD,
+            recall(),
+            "![Loss by length and by position, and retrieval](../benchmarks/quality/language.png)",
+        )
+    )
 
 
 def perplexity() -> str:
@@ -188,11 +236,7 @@ def sentences() -> str:
 
 def layers() -> str:
     """The worst layer of each model under each condition."""
-    files = {
-        "demo pipeline": "demo_layers.csv",
-        "language model": "language_layers.csv",
-        "sentence encoder": "sentences_layers.csv",
-    }
+    files = models()
     by_model = {label: read(HERE / name) for label, name in files.items()}
     names = list(dict.fromkeys(row["condition"] for row in by_model["demo pipeline"]))
     found = []
@@ -217,11 +261,7 @@ def layers() -> str:
 
 def keys() -> str:
     """How far from zero the keys of each model lie."""
-    files = {
-        "demo pipeline": "demo_layers.csv",
-        "language model": "language_layers.csv",
-        "sentence encoder": "sentences_layers.csv",
-    }
+    files = models()
     found = []
     for label, name in files.items():
         rows = [row for row in read(HERE / name) if row["condition"] == EXACT]
@@ -240,15 +280,69 @@ def keys() -> str:
     return table(head, found)
 
 
+# End-task numbers of SageAttention (S1, tables 1, 8 and 11) and SageAttention2++ (S2, table 3), and
+# which of our conditions are of that kind.
+PAPERS = (
+    (
+        "INT8 Q and K per token",
+        "S1, Unidiffuser: FID 163.33 exact, 166.52; UltraPixel: 179.78, 179.79",
+        ("sage1_t",),
+    ),
+    (
+        "the same without K smoothing",
+        "S1, Unidiffuser: FID 221.18; UltraPixel: 193.36",
+        ("sage1_t without K smoothing",),
+    ),
+    (
+        "all in FP8 (FlashAttention-3)",
+        "S1, Unidiffuser: FID 394.13; UltraPixel: 383.61",
+        ("E4M3 per tensor",),
+    ),
+    (
+        "INT8 Q and K, FP8 P and V",
+        "S2, Flux: FID 163.185 with FP32 sums, 163.555 with FP16 sums",
+        ("sage2_8", "sage2pp_8"),
+    ),
+    (
+        "INT4 Q and K, FP8 P and V",
+        "S2, Flux: FID 164.170 with FP32 and with FP16 sums",
+        ("sage2_4", "sage2pp_4"),
+    ),
+    (
+        "a kernel chosen by layer",
+        "S1, CogVideoX: CLIPSIM 0.1837 exact, 0.1827 one kernel, 0.1835 chosen",
+        ("calibrated plan",),
+    ),
+)
+
+
+def papers() -> str:
+    """The papers' end-task numbers beside ours of the same kind."""
+    found = {row["condition"]: row for row in read(HERE / demo("pictures"))}
+    rows = [
+        (
+            kind,
+            theirs,
+            "; ".join(
+                f"{name}: {float(found[name]['psnr_db_mean']):.1f} dB, "
+                f"SSIM {float(found[name]['ssim_mean']):.4f}"
+                for name in ours
+                if name in found
+            ),
+        )
+        for kind, theirs, ours in PAPERS
+    ]
+    return table(("what", "theirs", "ours, against exact"), rows)
+
+
 TABLES = {
     "pictures": pictures,
     "steps": steps,
-    "perplexity": perplexity,
-    "positions": positions,
-    "recall": recall,
+    "language": language,
     "sentences": sentences,
     "layers": layers,
     "keys": keys,
+    "papers": papers,
 }
 
 

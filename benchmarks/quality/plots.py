@@ -2,7 +2,7 @@
 
     python -m benchmarks.quality.plots
 
-Writes pictures.png, language.png and layers.png.
+Writes pictures.png, layers.png, and language.png where its tables are.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
+from benchmarks.quality.page import demo, models
 from benchmarks.quality.tables import HERE, read
 
 GROUPS = {
@@ -46,7 +47,7 @@ BEST, WORST = 1e-7, 1e-1
 def pictures() -> None:
     """PSNR of every condition, and the error over the denoising steps."""
     figure, (bars, curves) = plt.subplots(1, 2, figsize=(11, 6))
-    rows = [r for r in read(HERE / "demo_pictures.csv") if math.isfinite(float(r["psnr_db_mean"]))]
+    rows = [r for r in read(HERE / demo("pictures")) if math.isfinite(float(r["psnr_db_mean"]))]
     places = range(len(rows))
     bars.barh(
         places,
@@ -59,7 +60,7 @@ def pictures() -> None:
     bars.invert_yaxis()
     bars.set_xlabel(f"PSNR against exact, dB; mean and sd of {rows[0]['n']} pictures")
     by_name: dict[str, list[tuple[int, float]]] = {}
-    for row in read(HERE / "demo_steps.csv"):
+    for row in read(HERE / demo("steps")):
         if row["condition"] in CURVES and float(row["error_mean"]) > 0:
             at = int(row["step"]), float(row["error_mean"])
             by_name.setdefault(row["condition"], []).append(at)
@@ -119,11 +120,14 @@ def _curves(axis: Any, rows: list[dict[str, str]], key: str) -> None:
 
 def layers() -> None:
     """The worst head of every layer under every condition."""
-    models = ("demo", "language", "sentences")
-    figure, axes = plt.subplots(1, 3, figsize=(13, 6.4), width_ratios=(11, 8, 6))
+    files = models()
+    widths = [len({row["layer"] for row in read(HERE / name)}) for name in files.values()]
+    figure, axes = plt.subplots(
+        1, len(files), figsize=(2 + sum(widths) / 2.3, 6.4), width_ratios=widths
+    )
     image = None
-    for axis, model in zip(axes, models, strict=True):
-        rows = read(HERE / f"{model}_layers.csv")
+    for axis, (label, name) in zip(axes, files.items(), strict=True):
+        rows = read(HERE / name)
         names = list(dict.fromkeys(row["condition"] for row in rows))
         sites = list(dict.fromkeys(row["layer"] for row in rows))
         grid = np.full((len(names), len(sites)), BEST)
@@ -134,7 +138,7 @@ def layers() -> None:
         image = axis.imshow(shown, aspect="auto", cmap="magma", vmin=-7, vmax=-1)
         axis.set_yticks(range(len(names)), names if axis is axes[0] else [], fontsize=7.5)
         axis.set_xticks(range(len(sites)), range(len(sites)), fontsize=7.5)
-        axis.set_title({"demo": "demo pipeline", "language": "language model"}.get(model, model))
+        axis.set_title(label)
         axis.set_xlabel("attention layer")
     figure.colorbar(image, ax=list(axes), label="log10 of 1 - cosine, worst head and call")
     figure.savefig(HERE / "layers.png", dpi=110, bbox_inches="tight")
@@ -147,5 +151,6 @@ def _save(figure: Any, name: str) -> None:
 
 if __name__ == "__main__":
     pictures()
-    language()
     layers()
+    if (HERE / "language_perplexity.csv").exists():
+        language()
