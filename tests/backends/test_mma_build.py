@@ -12,8 +12,10 @@ from sagepatch.backends.cuda.launch import Layout
 from sagepatch.backends.cuda_mma.attention import SIGNATURE
 from sagepatch.backends.cuda_mma.instances import instances
 from sagepatch.backends.cuda_mma.tiles import SHARED_BYTES, Options, instance, refusal
-from sagepatch.errors import InvalidArgument
+from sagepatch.dispatch import Request, select
+from sagepatch.errors import InvalidArgument, VariantRefused
 from sagepatch.numerics.recipe import RECIPES
+from sagepatch.spec import AttnSpec
 
 pytestmark = pytest.mark.skipif(
     missing("sm_120a") is not None, reason="no NVRTC that compiles for sm_120a"
@@ -80,6 +82,43 @@ def test_what_no_instance_has_is_refused_in_words():
     assert "192 keys a sum" in (refusal(RECIPES["sage2pp_8_d6"], 64, 64) or "")
     with pytest.raises(InvalidArgument, match="192 keys"):
         instance(RECIPES["sage2pp_8_d6"], 64, 64, "sm_89", Options())
+
+
+def spec(arch: int) -> AttnSpec:
+    return AttnSpec(1, 8, 8, 8192, 8192, 128, 128, "bf16", "bf16", "cuda", arch)
+
+
+# By instruction rates: docs/kernels-mma.md.
+@pytest.mark.parametrize(
+    ("arch", "first"),
+    [
+        (80, "cuda_mma.sage1_b_f32"),
+        (86, "cuda_mma.sage1_b"),
+        (89, "cuda_mma.sage2pp_8"),
+        (120, "cuda_mma.sage2pp_8"),
+    ],
+)
+def test_defaults_follow_instruction_rates(arch, first):
+    assert select(spec(arch), Request("auto"), lambda variant: None).variant.name == first
+
+
+def test_hopper_runs_them_by_full_name_only():
+    for variant in CUDA_MMA:
+        (reason,) = variant.rejects(spec(90))
+        assert "by full name only, for tests" in reason
+        assert variant.rejects(spec(90), by_full_name=True) == ()
+        assert variant.rejects(spec(100), by_full_name=True) != ()
+    asked = select(spec(90), Request("cuda_mma.sage2_4"), lambda variant: None)
+    assert asked.variant.name == "cuda_mma.sage2_4"
+    auto = select(spec(90), Request("fast"), lambda variant: None)
+    assert auto.variant.toolchain != "cuda_mma"
+
+
+def test_what_has_not_run_is_withheld():
+    for variant in CUDA_MMA:
+        assert (variant.withheld is None) == (variant.ran_on == {90})
+    with pytest.raises(VariantRefused, match="not yet been checked on a GPU"):
+        select(spec(86), Request("sage2_4_f16"), lambda variant: None, CUDA_MMA)
 
 
 def test_records_say_which_gpus_multiply_so():

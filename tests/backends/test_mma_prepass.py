@@ -157,14 +157,25 @@ def check(call: Call, recipe: Recipe) -> None:
         assert not values[..., Dv:].any()
 
 
+slow = pytest.mark.slow
+
+
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dims", [(64, 64), (40, 72), (128, 33)], ids=str)
+@pytest.mark.parametrize(
+    "dims",
+    [(40, 72), *(pytest.param(dims, marks=slow) for dims in [(64, 64), (128, 33)])],
+    ids=str,
+)
 def test_codes_and_scales(name, dims):
     check(make((2, 4, 2, 150, 201, *dims)), RECIPES[name])
 
 
 @pytest.mark.parametrize("name", SMOOTHED)
-@pytest.mark.parametrize("sizes", [(1, 1), (128, 64), (300, 129)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [(300, 129), *(pytest.param(sizes, marks=slow) for sizes in [(1, 1), (128, 64)])],
+    ids=str,
+)
 def test_means_of_blocks(name, sizes):
     check(make((1, 2, 1, *sizes, 64), dtype=torch.bfloat16), RECIPES[name])
     check(make((1, 2, 1, *sizes, 64), return_lse=True), RECIPES[name])
