@@ -97,6 +97,20 @@ def pictures() -> str:
     return table(head, rows) + "\n\n" + about(demo("pictures"))
 
 
+def recipes() -> str:
+    """Every recipe on the pictures of benchmarks/demo_recipes.py."""
+    found = read(HERE.parent / "demo_recipes.csv")
+    rows = [
+        (f"`{r['recipe']}`", r["tier"], r["psnr_db_mean"], r["psnr_db_worst"], r["ssim_worst"])
+        for r in found
+    ]
+    first = found[0]
+    told = f"*`benchmarks/demo_recipes.csv`: {first['device']}, {first['versions']}, "
+    told += f"`{first['command']}`; {first['prompts']}, seed 0, n 3.*"
+    head = ("recipe", "tier", "PSNR, dB: mean", "worst", "worst SSIM")
+    return table(head, rows) + "\n\n" + told
+
+
 def steps() -> str:
     """Error of the latents over the denoising steps."""
     by_name: dict[str, dict[str, dict[str, str]]] = {}
@@ -337,6 +351,7 @@ def papers() -> str:
 
 TABLES = {
     "pictures": pictures,
+    "recipes": recipes,
     "steps": steps,
     "language": language,
     "sentences": sentences,

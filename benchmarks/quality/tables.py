@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ def command_of(module: str, words: Sequence[str]) -> str:
         while option in kept:
             at = kept.index(option)
             del kept[at : at + 2]
-    return " ".join([f"python -m benchmarks.quality.{module}", *kept])
+    return f"python -m benchmarks.quality.{module} {shlex.join(kept)}".strip()
 
 
 def provenance(command: str, commit: str | None = None) -> dict[str, str]:
