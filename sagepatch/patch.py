@@ -72,7 +72,8 @@ class Patch:
         self._sites = found.sites
         self._swaps: list[Swap] = []
         self._stopwatch = Stopwatch()
-        self._pace: Pace | None = None
+        self._pace = Pace()
+        self._settles = True
         self._tables: dict[str, LayerCalibration] = {}
         self._entries: dict[str, PlanEntry] = {}
         self.install()
@@ -120,8 +121,8 @@ class Patch:
             machine.gpu_name,
             dict(machine.versions),
             rows,
-            run_seconds=0.0 if self._pace is None else self._pace.run_seconds,
-            measuring_seconds=0.0 if self._pace is None else self._pace.measuring_seconds,
+            run_seconds=self._pace.run_seconds,
+            measuring_seconds=self._pace.measuring_seconds,
         )
 
     def report(self) -> Report:
@@ -262,7 +263,7 @@ class Patch:
         """Let every layer measure its kernels on its first calls, or on those that a pace says,
         without end.
         """
-        self._pace = pace
+        self._pace, self._settles = pace or Pace(), pace is None
         for layer in self.layers:
             self._measure(layer)
 
@@ -290,7 +291,7 @@ class Patch:
 
     def _measure(self, layer: PatchedLayer) -> None:
         # A second thread may come here for the same first call: keep what the first one began.
-        done = self._settle if self._pace is None else None
+        done = self._settle if self._settles else None
         made = LayerCalibration(self._stopwatch, done, self._pace)
         table = self._tables.setdefault(layer.name, made)
         self._entries.pop(layer.name, None)

@@ -47,17 +47,19 @@ EMULATED_RECIPES = ("sage2pp_8", "sage2_8", "sage1_b", "sage1_b_f32")
 class LayerCalibration:
     """The measurements of one layer; its `observe` is the observer of a `PatchedLayer`.
 
-    Without `pace` the 1st, 2nd, 4th and 8th call are measured and `done(layer)` is called after the
-    last of them; with it the pace says what is measured, without an end.
+    With `done` the 1st, 2nd, 4th and 8th call are measured and `done(layer)` is called after the
+    last of them; without it the pace says what is measured, without an end.
     """
 
     stopwatch: Stopwatch
     done: Callable[[PatchedLayer], None] | None = None
-    pace: Pace | None = None
+    pace: Pace = field(default_factory=Pace)
     rows: list[Sample] = field(default_factory=list)
     remedies: tuple[Remedy, ...] = ()
     calls: int = 0
     _step: tuple[str, int | None, int] = ("", None, 0)
+    # Looking through the catalogue costs more than a launch: once for a kind of call.
+    _tried: dict[AttnSpec, list[Variant]] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def observe(self, layer: PatchedLayer, call: Call) -> tuple[Tensor, Tensor | None]:
@@ -91,7 +93,7 @@ class LayerCalibration:
         return LayerTable(layer.name, layer.kind, tuple(self.rows), self.remedies)
 
     def _due(self, place: Place | None) -> bool:
-        if self.pace is None:
+        if self.done is not None:
             return power_of_two(self.calls)
         # Counts anew in each step, and in each run where there is no schedule.
         step = (self.pace.run, None if place is None else place.step)
@@ -100,10 +102,9 @@ class LayerCalibration:
         return self.pace.due(place, count)
 
     def _sample(self, layer: PatchedLayer, call: Call, exact: Tensor, place: Place | None) -> None:
-        pace = self.pace or Pace()
-        with pace.measuring(place, call.q.device) as timing:
-            row = self._measured(layer, call, exact, place, pace, timing)
-        self.rows[:] = kept([*self.rows, replace(row, run=pace.run)])
+        with self.pace.measuring(place, call.q.device) as timing:
+            row = self._measured(layer, call, exact, place, timing)
+        self.rows[:] = kept([*self.rows, replace(row, run=self.pace.run)])
 
     def _measured(
         self,
@@ -111,12 +112,13 @@ class LayerCalibration:
         call: Call,
         exact: Tensor,
         place: Place | None,
-        pace: Pace,
         timing: Timing,
     ) -> Sample:
         spec = call.spec()
         with timing.running():
-            tried = candidate_variants(spec, layer, known=self.stopwatch.serving)
+            tried = self._tried.get(spec)
+            if tried is None:
+                tried = self._tried[spec] = candidate_variants(spec, layer)
             # Where emulations may win, times decide nothing.
             timed = bool(tried) and not layer.policy.emulate
             us_exact = self.stopwatch.us(SDPA, call, spec) if timed else None
@@ -149,8 +151,8 @@ class LayerCalibration:
             statistics=statistics(call),
             us_exact=us_exact,
         )
-        if pace.spares(place):
-            with pace.diagnosing():
+        if self.pace.spares(place):
+            with self.pace.diagnosing():
                 self.remedies = diagnosed(call, exact, made, self.remedies)
         return made
 
@@ -165,14 +167,11 @@ def refuse_capture(layer: PatchedLayer, call: Call, state: str) -> None:
 
 
 def candidate_variants(
-    spec: AttnSpec,
-    layer: PatchedLayer,
-    recipes: Collection[str] | None = None,
-    known: dict[AttnSpec, list[Variant]] | None = None,
+    spec: AttnSpec, layer: PatchedLayer, recipes: Collection[str] | None = None
 ) -> list[Variant]:
     """The kernels that calibration tries on a call of this layer, those that nothing speaks
     against and that know their answer; of `recipes` only, where they are given. Calls in FP32 have
-    none unless recipes are asked for; the layer's record says so. `known` remembers what serves.
+    none unless recipes are asked for; the layer's record says so.
     """
     if spec.q_len <= 1:
         return []
@@ -180,16 +179,12 @@ def candidate_variants(
     if wide is not None and recipes is None:
         layer.record.note(wide)
         return []
-    serving = None if known is None else known.get(spec)
-    if serving is None:
-        request = Request("auto", emulate=layer.policy.emulate)
-        serving = [
-            decision.variant
-            for decision in candidates(spec, request, layer.unusable, CATALOGUE)
-            if not decision.reasons and decision.variant is not SDPA
-        ]
-        if known is not None:
-            known[spec] = serving
+    request = Request("auto", emulate=layer.policy.emulate)
+    serving = [
+        decision.variant
+        for decision in candidates(spec, request, layer.unusable, CATALOGUE)
+        if not decision.reasons and decision.variant is not SDPA
+    ]
     if recipes is not None:
         asked = [variant for variant in serving if variant.recipe.name in recipes]
         return [variant for variant in asked if _proven(variant, layer)]

@@ -101,8 +101,6 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._times: dict[tuple[AttnSpec, str], list[float]] = {}
-        # Kernels that serve a kind of call, found once for all layers.
-        self.serving: dict[AttnSpec, list[Variant]] = {}
 
     def us(self, variant: Variant, call: Call, spec: AttnSpec) -> float | None:
         """Microseconds of `variant` on calls like `call`; None where nothing can be timed."""
