@@ -120,8 +120,10 @@ def pick(recipe: Recipe, head_dim: int, v_head_dim: int, target: str) -> Tile:
     largest = max(head_dim, v_head_dim)
     if block_n == 64 and (largest <= 64 or (largest <= 128 and _fits_twice(recipe, target))):
         return Tile(block_n, 4, 2, 2, in_place=in_place)
+    # Where shared memory is the bound, what fits in registers is read once.
+    q_registers = in_place and head_dim <= 128 and target in ("sm_80", "sm_87")
     for v_stages in (2, 1):
-        tile = Tile(block_n, 8, 1, 1, v_stages, in_place=in_place)
+        tile = Tile(block_n, 8, 1, 1, v_stages, q_registers, in_place)
         if shared_bytes(recipe, head_dim, v_head_dim, tile) <= SHARED_BYTES[target]:
             return tile
     raise InvalidArgument(
