@@ -209,7 +209,11 @@ class TestAnotherGpu:
         patch = sagepatch.apply(stack(), plan=replace(plan, gpu="CPU"))
         assert "the plan was emulated on CPU, this is Fake GPU" in patch.report().warnings[0]
         patch.lock()
-        assert {BY_NAME[layer.runs].toolchain for layer in patch.layers} <= {"sdpa", "triton", "cuda"}
+        assert {BY_NAME[layer.runs].toolchain for layer in patch.layers} <= {
+            "sdpa",
+            "triton",
+            "cuda",
+        }
 
     def test_exact_layers_need_no_clock(self, plan) -> None:
         exact = [replace(e, variant=SDPA.name, alternatives={}) for e in plan.entries]

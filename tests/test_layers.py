@@ -12,7 +12,17 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "sagepatch"
 ORDER = (
     *("errors", "spec", "numerics", "variant", "env", "plan", "backends", "ledger", "dispatch"),
-    *("schedule", "layer", "ops", "functional", "patchers", "calibration", "bench", "plan_cache", "report"),
+    *(
+        "schedule",
+        "layer",
+        "ops",
+        "functional",
+        "patchers",
+        "calibration",
+        "bench",
+        "plan_cache",
+        "report",
+    ),
     *("patch", "api", "demo", "cli"),
 )
 
