@@ -123,6 +123,8 @@ What the FP8 and INT4 recipes choose, what each choice costs, and what the paper
 number is relative L1 of the output against FP64, mean of the calls of a data set, from
 [ablations.csv](../benchmarks/ablations.csv), which also has the worst head, cosine and norm ratio.
 Made by `python benchmarks/ablations.py`, emulated on a CPU ({versions}): arithmetic, not speed.
+`python benchmarks/ablations_gpu.py` repeats part of it on the `cuda_mma` kernels; it has not run on
+a GPU yet.
 `python benchmarks/ablation_page.py` writes this page, `python benchmarks/ablation_plot.py` draws.
 
 {sets}
@@ -186,11 +188,13 @@ def _instructions() -> str:
     names = ("sage2pp_8_d1", "sage2pp_8", "sage2pp_8_d4", "sage2_8")
     counts = " / ".join(each(name) for name in names)
     floors = " / ".join(report[name]["predicted_tops_without_overlap"] for name in names)
+    queries = " / ".join(report[name]["rows"] for name in names)
     return (
         "Instructions of one warp for 16 queries and 64 keys at D = 128 on sm_89, depth 1, 2, 4 "
         f"and FP32 sums: {counts}. A deeper buffer is converted less often. What [machine "
         "code](machine-code.md) predicts for an RTX 4090 if no unit works beside another is "
-        f"{floors} TOPS: FP32 sums take fewer instructions and lose by the rate of their products."
+        f"{floors} TOPS. Depth is not all that differs: a warp takes {queries} queries, and more "
+        "queries share what is read of K and V. FP32 sums lose by the rate of their products."
     )
 
 

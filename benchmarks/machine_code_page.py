@@ -232,15 +232,13 @@ def _reading(found: list[Row]) -> str:
         for gpu in GPUS
         if gpu.name != MEASURED
     ]
-    bound = list(
-        dict.fromkeys(
-            f"`{r['recipe']}`" for r in found if r["gpu"] == "A100" and r["bound"] == "shared"
-        )
-    )
+    tight = [r for r in found if r["gpu"] == "A100" and r["bound"] == "shared"]
+    named = ", ".join(dict.fromkeys(f"`{r['recipe']}`" for r in tight))
+    queries = " or ".join(sorted({r["rows"] for r in tight}))
     shared = (
         "On an A100, whose tensor cores do twice as much a clock, shared memory binds "
-        f"{', '.join(bound)}: every warp of 16 queries reads all of K and V."
-        if bound
+        f"{named}: every warp, of {queries} queries, reads all of K and V."
+        if tight
         else "Shared memory binds no kernel on an A100."
     )
     spilled = [
@@ -261,7 +259,7 @@ back.
 - {shared}
 - Spilled registers, bytes a thread and accesses in the main loop: {", ".join(spilled) or "none"}.
 
-[The CUDA kernels](kernels-cuda.md) · [ablations](ablations.md) · [send us
+[The mma.sync kernels](kernels-mma.md) · [ablations](ablations.md) · [send us
 numbers](send-us-numbers.md)
 """
 
