@@ -68,7 +68,7 @@ def pictures() -> None:
         curves.semilogy(*zip(*points, strict=True), marker=".", color=CURVES[name], label=name)
     curves.set_xlabel("denoising step")
     curves.set_ylabel("relative error of the latents")
-    curves.legend(fontsize=7.5)
+    curves.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     _save(figure, "pictures")
 
 
@@ -126,14 +126,17 @@ def layers() -> None:
         1, len(files), figsize=(2 + sum(widths) / 2.3, 6.4), width_ratios=widths
     )
     image = None
+    first = read(HERE / next(iter(files.values())))
+    names = list(dict.fromkeys(row["condition"] for row in first))
     for axis, (label, name) in zip(axes, files.items(), strict=True):
         rows = read(HERE / name)
-        names = list(dict.fromkeys(row["condition"] for row in rows))
         sites = list(dict.fromkeys(row["layer"] for row in rows))
-        grid = np.full((len(names), len(sites)), BEST)
+        # A condition that a model was not looked at under stays blank.
+        grid = np.full((len(names), len(sites)), np.nan)
         for row in rows:
-            at = names.index(row["condition"]), sites.index(row["layer"])
-            grid[at] = max(grid[at], 1 - float(row["cosine_worst_head"]))
+            if row["condition"] in names:
+                at = names.index(row["condition"]), sites.index(row["layer"])
+                grid[at] = np.fmax(grid[at], 1 - float(row["cosine_worst_head"]))
         shown = np.log10(grid.clip(BEST, WORST))
         image = axis.imshow(shown, aspect="auto", cmap="magma", vmin=-7, vmax=-1)
         axis.set_yticks(range(len(names)), names if axis is axes[0] else [], fontsize=7.5)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from benchmarks.quality import baselines, corpus, intervals, layers, likeness, mistakes, sentences
-from sagepatch.backends import load
-from sagepatch.numerics.attention import exact
+from sagepatch.backends import load, selfcheck
+from sagepatch.backends.catalogue import BY_NAME
+from sagepatch.numerics.attention import emulate, exact
 from sagepatch.numerics.metrics import compare
 from sagepatch.report import pictures
 from sagepatch.spec import Call
@@ -113,6 +114,16 @@ def test_every_mistake_is_one(mistake: mistakes.Mistake) -> None:
         assert not found.finite
     else:
         assert found.rel_l1 > 0.015
+
+
+@pytest.mark.parametrize("mistake", mistakes.mistakes()[-4:], ids=lambda m: m.name)
+def test_a_known_answer_check_refuses_a_kernel_that_makes_it(mistake: mistakes.Mistake) -> None:
+    call = selfcheck.known_call(torch.device("cpu"))
+    right, lse = emulate(call, mistake.variant.recipe)
+    kernel = BY_NAME["triton.sage2_8"]
+    assert selfcheck.verdict(kernel, call, right, lse) is None
+    out, _ = load(mistake.variant.entry)(call, mistake.variant.recipe)
+    assert selfcheck.verdict(kernel, call, out, lse) is not None
 
 
 def test_ranks_count_ties_against_us() -> None:

@@ -1,0 +1,37 @@
+"""docs/quality.md says what the measurements say, and nothing it links to is missing."""
+
+from __future__ import annotations
+
+import re
+
+from benchmarks.quality import page, tables
+
+TEXT = page.PAGE.read_text(encoding="utf-8")
+
+
+def test_every_number_comes_from_the_measurements() -> None:
+    assert page.filled(TEXT) == TEXT, "run python -m benchmarks.quality.page"
+
+
+def test_links_and_pictures_exist() -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", TEXT):
+        assert (page.PAGE.parent / target).exists(), target
+
+
+def test_every_table_says_where_it_is_from() -> None:
+    found = sorted(tables.HERE.glob("*.csv"))
+    assert found
+    for path in found:
+        for row in tables.read(path):
+            assert row["command"].startswith("python -m benchmarks.quality."), path
+            assert row["device"], path
+            assert "torch" in row["versions"], path
+            assert row["commit"] not in ("", "unknown"), path
+            # Paths of one machine tell nobody anything.
+            assert "/" not in row["command"], path
+
+
+def test_a_command_forgets_where_it_wrote() -> None:
+    words = ["--captions", "4", "--out", "/tmp/x", "--only", "naive INT8", "--commit", "abc"]
+    wanted = "python -m benchmarks.quality.demo --captions 4 --only 'naive INT8'"
+    assert tables.command_of("demo", words) == wanted
