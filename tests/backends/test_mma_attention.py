@@ -45,13 +45,16 @@ def _kernels_here(monkeypatch):
         yield
 
 
-def each(quick: list[str]) -> list:
-    """Every recipe; those beside `quick` are slow where a CPU runs them."""
-    return [pytest.param(name, marks=() if name in quick else slow) for name in ALL]
+def each(quick: list[str], rest: bool = False) -> list:
+    """Every recipe on a GPU, those beside `quick` in the long run; a CPU takes the rest only where
+    asked to.
+    """
+    names = ALL if ON_GPU or rest else quick
+    return [pytest.param(name, marks=() if name in quick else slow) for name in names]
 
 
-@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=slow)])
-@pytest.mark.parametrize("name", each(FEW))
+@pytest.mark.parametrize("dim", [64, *([128] if ON_GPU else [])])
+@pytest.mark.parametrize("name", each(FEW, rest=True))
 def test_every_recipe(name, dim):
     recipe = RECIPES[name]
     check(make((1, 2, 1, 150, 200, dim)), recipe)

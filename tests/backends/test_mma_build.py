@@ -44,10 +44,13 @@ def test_every_target_compiles(target):
     assert tuple(size for _, size in kernel.params) == Layout.of(SIGNATURE).sizes
 
 
+# One of each generation; the tests of the machine code's page compile others.
 @pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS.values())
-def test_what_build_compiles(target):
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_120a"])
+def test_what_build_compiles_spills_nothing(target):
     for program in instances(target):
+        if not program.source.startswith("mma_"):
+            continue
         made = compile_program(program)
         assert not made.log, made.log
         for kernel in made.resources:
