@@ -135,14 +135,15 @@ _MMA_RECIPES = (
     *("sage2pp_4", "sage2pp_4_d4", "sage2pp_4_d1", "sage2_4", "sage1_vb", "sage1_vt"),
     *("sage1_b", "sage1_t", "sage1_b_f32", "sage1_t_f32", "sage2_4_f16"),
 )
-# Those whose tests have passed on an H200 (docs/kernels-mma.md says at which commit). Until the
-# others' have no plan, tier or "auto" may choose them.
+# Those whose tests have passed on an H200, at an earlier commit (docs/kernels-mma.md says which).
+# Until they pass there as they are no plan, tier or "auto" may choose them.
 _MMA_RAN = frozenset(
     {
         *("sage2pp_8", "sage2pp_8_d4", "sage2pp_8_d1", "sage2_8"),
         *("sage1_b", "sage1_t", "sage1_b_f32", "sage1_t_f32"),
     }
 )
+_MMA_CHANGED = "its arithmetic was checked on a GPU, but not since it was last changed"
 _MMA_WITHHELD = "its arithmetic has not yet been checked on a GPU"
 
 CUDA_MMA = tuple(
@@ -161,7 +162,7 @@ CUDA_MMA = tuple(
         tested_on=frozenset({90}),
         first_on=_MMA_FIRST.get(name, frozenset()),
         ran_on=frozenset({90}) if name in _MMA_RAN else frozenset(),
-        withheld=None if name in _MMA_RAN else _MMA_WITHHELD,
+        withheld=_MMA_CHANGED if name in _MMA_RAN else _MMA_WITHHELD,
     )
     for name in _MMA_RECIPES
 )
