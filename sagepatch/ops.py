@@ -9,6 +9,8 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from sagepatch.backends import load, unusable
 from sagepatch.backends.catalogue import SDPA
@@ -97,8 +99,9 @@ def serve(call: Call, handle: Tensor | None, variant: str) -> tuple[Tensor, Tens
     """
     cu_q, cu_kv, sinks = call.cu_seqlens_q, call.cu_seqlens_kv, call.sinks
     if sinks is not None or cu_q is not None:
-        # Kernels walk rows of one number an entry without looking at strides.
-        sinks, cu_q, cu_kv = (None if t is None else t.contiguous() for t in (sinks, cu_q, cu_kv))
+        # Kernels walk rows of one number an entry without looking at strides, and read 32 bits.
+        sinks = None if sinks is None else sinks.contiguous()
+        cu_q, cu_kv = (None if t is None else t.to(torch.int32).contiguous() for t in (cu_q, cu_kv))
         call = replace(call, sinks=sinks, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv)
     if cu_q is not None and cu_kv is not None:
         check_rising("cu_seqlens_q", cu_q, call.q.shape[2])
@@ -113,8 +116,9 @@ def serve(call: Call, handle: Tensor | None, variant: str) -> tuple[Tensor, Tens
 
 def watched(call: Call) -> bool:
     """Whether something looks at the operations that torch runs, and must see ours as one: a
-    compiler or tracer, a dispatch mode, a transform of torch.func, the profiler, or tensors that
-    hold no numbers. Nothing else needs the op, whose dispatch costs the host more than a launch.
+    compiler or tracer, a function or dispatch mode, a transform of torch.func, the profiler, or
+    tensors that hold no numbers. Nothing else needs the op, whose dispatch costs the host more than
+    a launch.
     """
     q = call.q
     return (
@@ -124,6 +128,7 @@ def watched(call: Call) -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
+        or any(not isinstance(m, DeviceContext) for m in _get_current_function_mode_stack())
         or torch._C._autograd._profiler_enabled()
     )
 
@@ -191,6 +196,7 @@ def run_layer(layer: PatchedLayer, call: Call) -> tuple[Tensor, Tensor | None]:
     exact, exact_lse = run_exact(call)
     if not _finite(exact):
         layer.heed("inputs", variant.name)
+        layer.record.ran_exact_instead(variant.name, SDPA.name, "inputs were not finite")
         return exact, exact_lse
     layer.heed("kernel", variant.name)
     layer.record.ran_exact_instead(variant.name, SDPA.name, f"demoted: {layer.demoted}")

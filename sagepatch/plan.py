@@ -56,13 +56,14 @@ class PlanEntry:
     measured.
 
     `ranges` says what runs where in the schedule, in order, from 0 to 1; empty: `variant` runs
-    everywhere. With ranges `variant` is the most accurate of them: it runs where the place in the
-    schedule is unknown. `shapes` describes the measured calls. `worst_call` is the number of the
-    call with the lowest cosine, `cosine_mean` the mean over samples. `alternatives` are the other
-    kernels that are accurate enough, best first, with their numerics version: another GPU times
-    them again. `k_offset`, `q_outlier` and `p_entropy` describe the inputs, each at the worst
-    sample and head (`calibration.sample.Statistics`); `remedy` says what was tried where fast
-    kernels were not accurate enough.
+    everywhere. With ranges `variant` is the most accurate of those that are accurate enough in
+    all: it runs where the place in the schedule is unknown. `shapes` describes the measured calls.
+    `worst_call` is the number of the call with the lowest cosine, `cosine_mean` the mean over
+    samples. `alternatives` are the other kernels that are accurate enough, best first, with
+    their numerics version: another GPU times them again. `k_offset`, `q_outlier` and
+    `p_entropy` describe the inputs, each at the worst sample and head
+    (`calibration.sample.Statistics`); `remedy` says what was tried where fast kernels were not
+    accurate enough.
     """
 
     site: str

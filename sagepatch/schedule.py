@@ -8,9 +8,9 @@ models are told apart by themselves; no GPU is waited for.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -47,30 +47,34 @@ def fraction(step: int, steps: int) -> float:
     return step / (steps - 1) if steps > 1 else 0.0
 
 
-class Schedule:
-    """The place in the schedule of each thread's calls, for the layers of one patch."""
+# What `Schedule.at` has been told in this thread or task and not yet left, the innermost last.
+_TOLD: ContextVar[tuple[tuple[Schedule, Place], ...]] = ContextVar("told", default=())
 
-    def __init__(self) -> None:
-        self._told = threading.local()
+
+class Schedule:
+    """The place in the schedule of the calls of each thread and asyncio task, for the layers of one
+    patch.
+    """
 
     def place(self) -> Place | None:
-        """The place of a call made now by this thread, None where nobody knows."""
-        told: Place | None = getattr(self._told, "place", None)
+        """The place of a call made now, None where nobody knows."""
+        told = next((place for owner, place in reversed(_TOLD.get()) if owner is self), None)
         return running_step() if told is None else told
 
     @contextmanager
     def at(self, step: int, steps: int) -> Iterator[None]:
-        """Calls of this thread meanwhile belong to step `step` (from 0) of `steps`: for loops of
-        one's own.
+        """Calls of this thread or task meanwhile belong to step `step` (from 0) of `steps`: for
+        loops of one's own. Around a pipeline it wins over the pipeline's own loop.
         """
         if not 0 <= step < steps:
             raise InvalidArgument(f"step {step} of {steps}: needs a step from 0 to {steps - 1}")
-        before = getattr(self._told, "place", None)
-        self._told.place = Place(step, steps)
+        mine = self, Place(step, steps)
+        _TOLD.set((*_TOLD.get(), mine))
         try:
             yield
         finally:
-            self._told.place = before
+            # By identity: generators that take turns do not leave in the order they came.
+            _TOLD.set(tuple(one for one in _TOLD.get() if one is not mine))
 
 
 def running_step() -> Place | None:
@@ -130,7 +134,7 @@ def _index(t: Any, schedule: Tensor) -> int | None:
     if isinstance(t, Tensor):
         if t.dim() != 0:
             return None
-        if t.device == schedule.device and _same_storage(t, schedule):
+        if t.device == schedule.device and schedule.stride(0) and _same_storage(t, schedule):
             apart = int(t.storage_offset()) - int(schedule.storage_offset())
             step, rest = divmod(apart, int(schedule.stride(0)))
             return step if rest == 0 and 0 <= step < schedule.shape[0] else None

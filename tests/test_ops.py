@@ -8,7 +8,9 @@ import pytest
 import torch
 from models.layers import call, layer
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
+from sagepatch import attention, ops
 from sagepatch.backends.catalogue import SDPA
 from sagepatch.dispatch import Request
 from sagepatch.functional import run
@@ -163,3 +165,52 @@ def test_single_queries_are_exact_by_rule_and_counted() -> None:
     run_layer(one, given)
     assert one.record.by_variant == {SDPA.name: 1}
     assert any("short" in reason for reason in one.record.fallbacks)
+
+
+def test_offsets_of_packed_calls_reach_kernels_in_32_bits(monkeypatch) -> None:
+    seen = []
+
+    served = ops.run_variant
+
+    def spy(variant, given):
+        seen.append((given.cu_seqlens_q.dtype, given.cu_seqlens_kv.dtype))
+        return served(variant, given)
+
+    monkeypatch.setattr(ops, "run_variant", spy)
+    q = torch.randn(1, 2, 9, 8)
+    ends = torch.tensor([0, 4, 9], dtype=torch.int64)
+    mixed = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends.int()}
+    attention(q, q, q, **mixed)
+    assert seen == [(torch.int32, torch.int32)]
+
+
+class Sees(TorchFunctionMode):
+    """Somebody's function mode: takes note of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(getattr(func, "__name__", str(func)))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_function_mode_sees_one_op_and_not_what_is_inside() -> None:
+    q = torch.randn(1, 2, 9, 8)
+    with Sees() as mode:
+        attention(q, q, q, variant="exact")
+    assert "scaled_dot_product_attention" not in mode.names
+    assert any("sagepatch" in name or name == "attention" for name in mode.names), mode.names
+    with torch.device("cpu"):  # a mode of torch's own, which looks at nothing of ours
+        assert not ops.watched(call())
+
+
+def test_exact_attention_for_inputs_that_are_not_finite_is_counted_as_such() -> None:
+    one = layer()
+    one.run_with(Request(FAST), "")
+    given = call()
+    given.q[0, 0, 0, 0] = float("nan")
+    run_layer(one, given)
+    assert one.record.by_variant == {SDPA.name: 1}
+    assert one.record.fallbacks == {"inputs were not finite": 1}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import threading
+import types
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import diffusers
@@ -291,3 +294,45 @@ def test_two_threads_of_one_model_are_each_at_their_own_step() -> None:
         thread.join()
     handle.remove()
     assert found == {n: [Place(step, n) for step in range(n)] for n in (3, 5, 7)}
+
+
+def test_tasks_and_generators_that_take_turns_do_not_mix() -> None:
+    schedule = Schedule()
+    seen = []
+
+    async def task(steps: int) -> None:
+        for step in range(2):
+            with schedule.at(step, steps):
+                await asyncio.sleep(0)
+                seen.append((steps, schedule.place()))
+
+    async def both() -> None:
+        await asyncio.gather(task(2), task(3))
+
+    asyncio.run(both())
+    assert all(place is not None and place.steps == steps for steps, place in seen)
+
+    def loop(steps: int) -> Iterator[None]:
+        with schedule.at(0, steps):
+            yield
+
+    first, second = loop(2), loop(3)
+    next(first)
+    next(second)
+    list(first)  # the one that came first leaves first
+    assert schedule.place() == Place(0, 3)
+    list(second)
+    assert schedule.place() is None
+
+
+def test_a_schedule_spread_over_one_number_is_no_error() -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.scheduler = types.SimpleNamespace(timesteps=torch.tensor(9.0).expand(3))
+
+        def run(self) -> Place | None:
+            for t in self.scheduler.timesteps:
+                return running_step() if t is not None else None
+            return None
+
+    assert Owner().run() == Place(0, 3)

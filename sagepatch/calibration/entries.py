@@ -63,11 +63,13 @@ def ranged(
     choices: Sequence[Choice],
     whole: Sequence[str],
     found: Mapping[str, Summary],
+    unknown: str | None = None,
 ) -> PlanEntry:
     """The entry for a choice in each part: equal neighbours are one range, and one range is none.
 
     `whole` are the kernels that are accurate enough everywhere, best first, `found` is
-    `layer.candidates`.
+    `layer.candidates`; `unknown` runs where the place of a call is not known, by default the most
+    accurate of those chosen.
     """
     runs: list[list[int]] = []
     for place, choice in enumerate(choices):
@@ -75,15 +77,16 @@ def ranged(
             runs[-1].append(place)
         else:
             runs.append([place])
-    kept = safest(found, [choice.variant for choice in choices])
+    kept = unknown or safest(found, [choice.variant for choice in choices])
     others = tuple(name for name in whole if name not in (kept, SDPA.name))
     if len(runs) == 1:
         return entry_of(layer, replace(_tightest(choices), alternatives=others), found)
     us = {SDPA.name: layer.us_exact, **{name: one.us for name, one in found.items()}}
     ranges = tuple(_range([parts[i] for i in run], [choices[i] for i in run], us) for run in runs)
     told = ", ".join(f"{part.variant} to {part.end:.3g}" for part in ranges)
-    deciding = next(part for part in ranges if part.variant == kept)
-    reason = f"differs over the schedule: {told}; {kept} because: {deciding.reason}"
+    deciding = next((part.reason for part in ranges if part.variant == kept), None)
+    why = f"because: {deciding}" if deciding else "where the place in it is unknown"
+    reason = f"differs over the schedule: {told}; {kept} {why}"
     measured = [part for part in ranges if part.cosine is not None]
     worst = min(measured, key=lambda part: part.cosine or 0.0, default=None)
     own = [_own(part, choice) for part, choice in zip(parts, choices, strict=True)]

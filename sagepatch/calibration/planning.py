@@ -108,7 +108,10 @@ def entry_at(layer: LayerTable, threshold: float, *, by_step: bool = True) -> Pl
     if {one.variant for one in choices} == {whole.variant}:
         entry = entry_of(layer, whole, found)
     else:
-        entry = ranged(layer, parts, choices, (whole.variant, *whole.alternatives), found)
+        everywhere = (whole.variant, *whole.alternatives)
+        fit = [one.variant for one in choices if one.variant in (SDPA.name, *everywhere)]
+        unknown = safest(found, fit or everywhere)
+        entry = ranged(layer, parts, choices, everywhere, found, unknown)
     return replace(entry, remedy=explained(layer.remedies, threshold))
 
 

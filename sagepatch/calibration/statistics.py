@@ -64,7 +64,7 @@ def _entropies(call: Call) -> tuple[float, ...]:
     if call.packed:
         return _entropies(max(members(call), key=lambda one: one.q.shape[2] * one.k.shape[2]))
     Hq, Sq = call.q.shape[1], call.q.shape[2]
-    if Sq == 0 or call.k.shape[2] == 0:
+    if 0 in (call.q.shape[0], Sq, call.k.shape[2]):
         return (0.0,) * Hq
     starts = sorted(
         {run * max(0, Sq - ENTROPY_ROWS) // ENTROPY_RUNS for run in range(ENTROPY_RUNS)}

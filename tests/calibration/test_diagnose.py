@@ -270,3 +270,9 @@ def test_a_bad_layer_says_why_and_what_would_help() -> None:
     assert "rotation helps, no kernel has it alone" in entry.remedy
     assert "Q outliers" in described(entry)
     assert described(replace(entry, k_offset=None, q_outlier=None)).startswith("max |V|")
+
+
+def test_a_batch_of_none_has_statistics_too() -> None:
+    empty = call(B=0)
+    measured = statistics(empty)
+    assert measured.p_entropy == (0.0, 0.0)

@@ -106,6 +106,21 @@ def test_samples_without_a_place_count_in_every_part() -> None:
     assert (entry.variant, entry.ranges) == (SAFE, ())
 
 
+def test_calls_of_unknown_place_get_a_kernel_that_is_accurate_enough_everywhere() -> None:
+    # The fast kernel serves the first half alone, the safe one the second half alone.
+    rows = []
+    for run in ("a", "b"):
+        for s in sampled_steps(28):
+            fast, safe = (0.999, 0.997) if s < 14 else (0.996, 0.9999)
+            rows += steps({s: fast}, 28, run=run, safe=safe)
+    layer = LayerTable("layer", "self", tuple(rows))
+    entry = entry_at(layer, 0.998)
+    assert {part.variant for part in entry.ranges} == {FAST, SAFE}
+    assert entry.variant == SDPA.name
+    assert "where the place in it is unknown" in entry.reason
+    assert entry_at(layer, 0.998, by_step=False).variant == SDPA.name
+
+
 def test_one_kernel_for_all_steps_on_request() -> None:
     made = calibration(LayerTable("a", "self", run_of(bad=(0,))))
     assert made.plan().entries[0].ranges

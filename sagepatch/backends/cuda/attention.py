@@ -195,7 +195,8 @@ class Launch:
         self.numbers = (
             *shape.out_strides[:3],
             *(B * Hq, Hq, group, Sq, Skv, m_blocks, whole, min(B * Hq, section)),
-            *(causal_offset or 0, shape.window or 0, members),
+            *positions(causal_offset, shape.window, Sq + Skv),
+            members,
             *(padded // 64, self.tiles, self.words, share, rest, pieces, 0),
         )
         self.part_floats = self.grid * (made.value // 2 + 4) * 128 * tile.warpgroups
@@ -259,6 +260,22 @@ class Launch:
                 for at, (dtype, shape, strides, box, swizzle) in zip(key, self.maps, strict=True)
             )
         return found
+
+
+def positions(causal_offset: int | None, window: int | None, tokens: int) -> tuple[int, int]:
+    """Causal offset and window in 32 bits, with sums to spare: what lies beyond all `tokens` is
+    moved to their end, which hides and shows the same.
+
+    >>> positions(2**40, None, 100), positions(2**40, 2**40 - 3, 100), positions(5, 7, 100)
+    ((100, 0), (100, 97), (5, 7))
+    """
+    offset = causal_offset or 0
+    near = max(-tokens, min(tokens, offset))
+    if window is None:
+        return near, 0
+    # A window hides what lies before offset - window + 1: that edge moves with the offset.
+    edge = max(-tokens, min(tokens, offset - window + 1))
+    return near, max(1, near - edge + 1)
 
 
 def _packed(
@@ -349,6 +366,7 @@ def _kind(call: Call, recipe: Recipe) -> tuple[Any, ...]:
         *(id(recipe), q.device.index, q.shape, k.shape, v.shape[3]),
         *(q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype),
         (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0,
+        q.data_ptr() % MAP_BYTES == 0,
         *(call.causal_offset, call.window, call.bshd_out, call.return_lse),
         None if mask is None else (mask.shape, mask.stride()),
         None if members is None else members.numel(),
