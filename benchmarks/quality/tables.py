@@ -12,7 +12,6 @@ from pathlib import Path
 from sagepatch.env import Machine
 
 HERE = Path(__file__).parent
-PROVENANCE = ("device", "versions", "commit", "command")
 
 Row = Mapping[str, object]
 

@@ -13,6 +13,7 @@ driver = pytest.importorskip("cuda.bindings.driver")
 
 from sagepatch.backends.cuda import attention, build, launch  # noqa: E402
 from sagepatch.backends.cuda.launch import Kernel, Layout  # noqa: E402
+from sagepatch.backends.cuda.positions import positions  # noqa: E402
 from sagepatch.numerics.recipe import RECIPES  # noqa: E402
 from sagepatch.spec import Call  # noqa: E402
 
@@ -243,7 +244,7 @@ def test_where_the_cuda_kernels_cannot_run_triton_s_serve(monkeypatch):
 @pytest.mark.parametrize("offset", [0, 3, -3, 40, 2**31 - 1, -(2**31), 2**60, -(2**60)])
 def test_positions_in_32_bits_hide_and_show_the_same(offset, window):
     Sq, Skv = 9, 14
-    near, kept = attention.positions(offset, window, Sq + Skv)
+    near, kept = positions(offset, window, Sq + Skv)
     assert abs(near) <= Sq + Skv
     assert 0 <= kept <= 2 * (Sq + Skv) + 1
 

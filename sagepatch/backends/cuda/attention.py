@@ -15,6 +15,7 @@ from torch import Tensor
 from sagepatch.backends.cuda.attention_tiles import HALF_PANEL, Options, instance, pick
 from sagepatch.backends.cuda.build import Program
 from sagepatch.backends.cuda.launch import Kernel, load, tensor_map
+from sagepatch.backends.cuda.positions import positions
 from sagepatch.backends.cuda.prepass import MOST_PARTS, Codes, Plan, plan_of
 from sagepatch.backends.cuda.prepass_form import PAD, QK_PAD, V_PAD, form_of
 from sagepatch.numerics.prepass import LOG2E
@@ -260,22 +261,6 @@ class Launch:
                 for at, (dtype, shape, strides, box, swizzle) in zip(key, self.maps, strict=True)
             )
         return found
-
-
-def positions(causal_offset: int | None, window: int | None, tokens: int) -> tuple[int, int]:
-    """Causal offset and window in 32 bits, with sums to spare: what lies beyond all `tokens` is
-    moved to their end, which hides and shows the same.
-
-    >>> positions(2**40, None, 100), positions(2**40, 2**40 - 3, 100), positions(5, 7, 100)
-    ((100, 0), (100, 97), (5, 7))
-    """
-    offset = causal_offset or 0
-    near = max(-tokens, min(tokens, offset))
-    if window is None:
-        return near, 0
-    # A window hides what lies before offset - window + 1: that edge moves with the offset.
-    edge = max(-tokens, min(tokens, offset - window + 1))
-    return near, max(1, near - edge + 1)
 
 
 def _packed(

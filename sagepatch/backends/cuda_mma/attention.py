@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sagepatch.backends.cuda.launch import load
+from sagepatch.backends.cuda.positions import positions
 from sagepatch.backends.cuda_mma.machine import target_of
 from sagepatch.backends.cuda_mma.masks import KINDS, FullMask, full_mask
 from sagepatch.backends.cuda_mma.prepass import Codes, prepare
@@ -136,8 +137,9 @@ def _positions(call: Call) -> tuple[int, int]:
     """Causal offset and window as the kernel takes them."""
     if call.causal_offset is None:
         return EVERYTHING, NO_WINDOW
-    offset = max(-EVERYTHING, min(EVERYTHING - 1, call.causal_offset))
-    return offset, NO_WINDOW if call.window is None else min(NO_WINDOW, call.window)
+    tokens = call.q.shape[2] + call.k.shape[2]
+    offset, window = positions(call.causal_offset, call.window, tokens)
+    return offset, NO_WINDOW if call.window is None else window
 
 
 def _address(tensor: Tensor | None) -> int:

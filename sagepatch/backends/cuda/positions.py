@@ -1,0 +1,19 @@
+"""Causal offsets and windows as kernels take them: in 32 bits."""
+
+from __future__ import annotations
+
+
+def positions(causal_offset: int | None, window: int | None, tokens: int) -> tuple[int, int]:
+    """Causal offset and window in 32 bits, with sums to spare: what lies beyond all `tokens` is
+    moved to their end, which hides and shows the same.
+
+    >>> positions(2**40, None, 100), positions(2**40, 2**40 - 3, 100), positions(5, 7, 100)
+    ((100, 0), (100, 97), (5, 7))
+    """
+    offset = causal_offset or 0
+    near = max(-tokens, min(tokens, offset))
+    if window is None:
+        return near, 0
+    # A window hides what lies before offset - window + 1: that edge moves with the offset.
+    edge = max(-tokens, min(tokens, offset - window + 1))
+    return near, max(1, near - edge + 1)
