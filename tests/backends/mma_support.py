@@ -5,10 +5,11 @@ instructions or else on the CPU, and how far it may be from the emulator.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import cuda_on_cpu
 import torch
+from attention_calls import poison, random_call
 from torch import Tensor
 
 from sagepatch.backends.cuda.build import TARGETS
@@ -30,23 +31,13 @@ CPU_TARGET = "sm_89"
 REL_L1 = {"e4m3": 2e-3, "fp16": 1e-3, "int8": 2e-3}
 LSE_ABS, LSE_REL = 1e-2, 3e-7
 
-
-def make(shape: tuple[int, ...], seed: int = 0, dtype=torch.float16, **options: Any) -> Call:
-    """A call of shape (B, Hq, Hkv, Sq, Skv, D[, Dv]); keys have an offset of each channel."""
-    B, Hq, Hkv, Sq, Skv, D = shape[:6]
-    gen = torch.Generator().manual_seed(seed)
-    q = torch.randn(B, Hq, Sq, D, generator=gen)
-    k = torch.randn(B, Hkv, Skv, D, generator=gen) + 2 * torch.randn(1, Hkv, 1, D, generator=gen)
-    v = torch.randn(B, Hkv, Skv, shape[-1], generator=gen)
-    options.setdefault("scale", D**-0.5)
-    return Call(*(t.to(DEVICE, dtype) for t in (q, k, v)), **options)
+make = partial(random_call, DEVICE, dtype=torch.float16)
 
 
 def run(call: Call, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
     """The kernel on poisoned memory, on the GPU here or on the CPU."""
     if ON_GPU:
-        size = 8 * (call.q.numel() + call.k.numel() + call.v.numel()) + (1 << 20)
-        torch.full((size // 2,), float("nan"), device=DEVICE, dtype=torch.float16)
+        poison(call)
         return attention.run(call, recipe)
     out = call.empty_out().fill_(float("nan"))
     lse = call.empty_lse().fill_(float("nan")) if call.return_lse else None

@@ -5,13 +5,15 @@ masks, layouts and edges of a call. All of it needs an sm_90 GPU; test_cuda_sass
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("cuda.bindings.nvrtc")
+
+from attention_calls import poison, random_call
 
 from sagepatch.backends.cuda import attention, attention_tiles
 from sagepatch.numerics import quantize
@@ -35,16 +37,7 @@ dims = pytest.mark.parametrize("dim", [64, 128])
 REL_L1 = {"e4m3": 0.012, "fp16": 0.002}
 LSE_ABS = 1e-2
 
-
-def make(shape: tuple[int, ...], seed: int = 0, dtype=torch.bfloat16, **options: Any) -> Call:
-    """A call of shape (B, Hq, Hkv, Sq, Skv, D[, Dv]); keys have an offset of each channel."""
-    B, Hq, Hkv, Sq, Skv, D = shape[:6]
-    gen = torch.Generator().manual_seed(seed)
-    q = torch.randn(B, Hq, Sq, D, generator=gen)
-    k = torch.randn(B, Hkv, Skv, D, generator=gen) + 2 * torch.randn(1, Hkv, 1, D, generator=gen)
-    v = torch.randn(B, Hkv, Skv, shape[-1], generator=gen)
-    options.setdefault("scale", D**-0.5)
-    return Call(*(t.to(DEVICE, dtype) for t in (q, k, v)), **options)
+make = partial(random_call, DEVICE)
 
 
 def by_tiles(call: Call, recipe: Recipe) -> tuple[Tensor, Tensor]:
@@ -143,12 +136,6 @@ def check(call: Call, recipe: Recipe, *, shared: bool = False) -> Tensor:
     alone, _ = attention.run(replace(call, return_lse=False), recipe)
     assert torch.equal(out, alone)
     return out
-
-
-def poison(call: Call) -> None:
-    """Leave NaN in the memory that the allocator hands out next."""
-    size = 8 * (call.q.numel() + call.k.numel() + call.v.numel()) + (1 << 20)
-    torch.full((size // 2,), float("nan"), device=DEVICE, dtype=torch.float16)
 
 
 # case 1, case 2: tails of every size
