@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -238,6 +239,24 @@ def test_where_the_cuda_kernels_cannot_run_triton_s_serve(monkeypatch):
     chosen = select(spec, Request("fast"), backends.unusable, (cuda, triton))
     assert chosen.variant is triton
     assert "no NVRTC for sm_90a" in chosen.decisions[0].reasons
+
+
+def test_threads_load_several_programs_at_once_and_none_twice(monkeypatch):
+    programs = [build.Program(f"{name}.cu", (), "sm_90a") for name in "ab"]
+    calls = []
+    both = threading.Barrier(2, timeout=20)
+
+    def loaded(program):
+        calls.append(program)
+        both.wait()  # breaks where one waits for the other
+        return None, {"one": (8,)}
+
+    monkeypatch.setattr(launch, "_loaded", loaded)
+    monkeypatch.setattr(launch, "_LIBRARIES", {})
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(launch._library, programs * 2))
+    assert found == [(None, {"one": (8,)})] * 4
+    assert sorted(calls, key=programs.index) == programs
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 2**31, 2**60])

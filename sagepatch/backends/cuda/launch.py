@@ -35,7 +35,10 @@ _PLAIN_SHARED_BYTES = 48 << 10
 _MOST_MAPS = 8192
 
 _THREAD = threading.local()
-_LOADING = threading.Lock()
+# What `_loaded` gave, and a lock a program: several are compiled at once, none twice.
+_LIBRARIES: dict[Program, tuple[Any, dict[str, tuple[int, ...]]]] = {}
+_LOADING: dict[Program, threading.Lock] = {}
+_LOADING_LOCK = threading.Lock()
 
 
 @cache
@@ -244,11 +247,17 @@ def _load(
 
 
 def _library(program: Program) -> tuple[Any, dict[str, tuple[int, ...]]]:
-    with _LOADING:
-        return _loaded(program)
+    found = _LIBRARIES.get(program)
+    if found is None:
+        with _LOADING_LOCK:
+            lock = _LOADING.setdefault(program, threading.Lock())
+        with lock:
+            found = _LIBRARIES.get(program)
+            if found is None:
+                found = _LIBRARIES[program] = _loaded(program)
+    return found
 
 
-@cache
 def _loaded(program: Program) -> tuple[Any, dict[str, tuple[int, ...]]]:
     """The driver's handle, good in every context, and the sizes of each kernel's parameters."""
     from cuda.bindings import driver
