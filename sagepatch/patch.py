@@ -336,7 +336,19 @@ class Patch:
         lost = [layer for layer in self.layers if layer.unplaced]
         calls = sum(layer.unplaced for layer in lost)
         unplaced = [f"{calls} calls of {len(lost)} layers: {UNPLACED}"] if lost else []
-        return [*off, *self.warnings, *unplaced, *(text + more for text in drifted[:1])]
+        drift = [text + more for text in drifted[:1]]
+        return [*off, *self.warnings, *unplaced, *drift, *self._untried()]
+
+    def _untried(self) -> list[str]:
+        """Kernels that have served here on a kind of GPU where their tests have not run."""
+        found = {
+            f"{name}: {why}"
+            for layer in self.layers
+            for arch in {spec.arch for spec in layer.record.specs}
+            for name in layer.record.by_variant
+            if arch is not None and (why := BY_NAME[name].untried(arch)) is not None
+        }
+        return sorted(found)
 
     def _drift(self, layer: PatchedLayer) -> str | None:
         """A warning about calls unlike those that the layer's entry was measured on."""

@@ -34,8 +34,7 @@ class Variant:
     `backends.Kernel`. `archs` None means any device of `devices`; `tested_on` are architectures
     where it runs, slowly, for its tests, and serves by full name only; `first_on` those where it is
     preferred to every kernel before it in the catalogue; `ran_on` those where its tests have
-    passed, the others are "compiled, not yet run". `numerics_version` rises when the same inputs
-    give other numbers.
+    passed. `numerics_version` rises when the same inputs give other numbers.
     """
 
     toolchain: Toolchain
@@ -72,6 +71,13 @@ class Variant:
     @property
     def tier(self) -> Tier:
         return self.recipe.tier
+
+    def untried(self, arch: int) -> str | None:
+        """What has to be said of this kernel on a GPU of `arch` where its tests have not run."""
+        if self.archs is None or arch in self.ran_on:
+            return None
+        arithmetic = f"arithmetic checked on {_archs(self.ran_on)}, " if self.ran_on else ""
+        return f"compiled, {arithmetic}not yet run on sm_{arch}"
 
     def rejects(self, spec: AttnSpec, by_full_name: bool = False) -> tuple[str, ...]:
         """All reasons why this kernel cannot serve `spec`, each with the value found and the one

@@ -358,6 +358,17 @@ def test_switching_off_takes_an_earlier_patch_back(monkeypatch) -> None:
     assert torch.equal(model(x), want)
 
 
+def test_a_kernel_on_a_gpu_that_no_test_ran_on_is_told_in_the_report() -> None:
+    patch = sagepatch.apply(stack(), variant="exact")
+    call = AttnSpec(1, 8, 8, 512, 512, 64, 64, "fp16", "fp16", "cuda", 89)
+    assert not patch.report().warnings
+    for layer in patch.layers:
+        layer.record.ran(call, SDPA.name)
+        layer.record.ran(call, "cuda_mma.sage2pp_8")
+    said = "cuda_mma.sage2pp_8: compiled, arithmetic checked on sm_90, not yet run on sm_89"
+    assert patch.report().warnings == (said,)
+
+
 def test_a_threshold_has_to_be_a_finite_number() -> None:
     for threshold in (float("inf"), float("nan"), "high"):
         with pytest.raises(InvalidArgument, match="threshold"):

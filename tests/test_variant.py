@@ -63,6 +63,16 @@ def test_each_limit_refuses_on_its_own(changes, reason: str) -> None:
     assert reason in NARROW.rejects(replace(SPEC, **changes))
 
 
+def test_a_gpu_that_no_test_ran_on_is_told() -> None:
+    ran = replace(NARROW, ran_on=frozenset({80, 90}))
+    assert ran.untried(90) is None
+    assert ran.untried(89) == (
+        "compiled, arithmetic checked on sm_80 or sm_90, not yet run on sm_89"
+    )
+    assert replace(NARROW, ran_on=frozenset()).untried(89) == "compiled, not yet run on sm_89"
+    assert SDPA.untried(89) is None
+
+
 def test_exact_attention_refuses_nothing() -> None:
     odd = replace(
         *(SPEC,),

@@ -72,8 +72,4 @@ def state(variant: Variant, machine: Machine) -> str:
         return f"disabled: {failed}"
     if variant.withheld is not None:
         return f"withheld, by full name only: {variant.withheld}"
-    if arch not in variant.ran_on:
-        checked = ", ".join(f"sm_{known}" for known in sorted(variant.ran_on))
-        arithmetic = f"arithmetic checked on {checked}, " if checked else ""
-        return f"compiled for sm_{arch}, {arithmetic}not yet run there by us"
-    return "ready"
+    return variant.untried(arch) or "ready"

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
-from sagepatch.backends.catalogue import BY_NAME, CATALOGUE, CUDA_MMA
+from sagepatch.backends.catalogue import BY_NAME, CUDA_MMA
 from sagepatch.backends.cuda.build import TARGETS, compile_program, missing
 from sagepatch.backends.cuda.launch import Layout
 from sagepatch.backends.cuda_mma.attention import SIGNATURE
 from sagepatch.backends.cuda_mma.instances import instances
 from sagepatch.backends.cuda_mma.tiles import SHARED_BYTES, Options, instance, refusal
-from sagepatch.dispatch import Request, select
-from sagepatch.errors import InvalidArgument, VariantRefused
-from sagepatch.numerics.recipe import RECIPES
+from sagepatch.calibration.capture import candidate_variants
+from sagepatch.dispatch import Request, candidates, select
+from sagepatch.errors import InvalidArgument
+from sagepatch.layer import PatchedLayer, Policy
+from sagepatch.numerics.recipe import RECIPES, TIERS
 from sagepatch.spec import AttnSpec
 
 pytestmark = pytest.mark.skipif(
@@ -97,36 +97,60 @@ def spec(arch: int) -> AttnSpec:
     [
         (80, "cuda_mma.sage1_b_f32"),
         (86, "cuda_mma.sage1_b"),
+        (87, "cuda_mma.sage1_b"),
         (89, "cuda_mma.sage2pp_8"),
         (120, "cuda_mma.sage2pp_8"),
+        (121, "cuda_mma.sage2pp_8"),
     ],
 )
-def test_defaults_follow_instruction_rates_once_the_kernels_have_run(arch, first):
-    released = tuple(replace(variant, withheld=None) for variant in CATALOGUE)
-    chosen = select(spec(arch), Request("auto"), lambda variant: None, released)
+def test_defaults_follow_instruction_rates(arch, first):
+    chosen = select(spec(arch), Request("auto"), lambda variant: None)
     assert chosen.variant.name == first
-    today = select(spec(arch), Request("auto"), lambda variant: None)
-    assert today.variant.toolchain == "triton"
+    # The known answer may speak against it, and then another serves: Triton's, where it compiles.
+    refused = {first: "known-answer check: off"}
+    others = select(
+        *(spec(arch), Request("auto"), lambda variant: None),
+        prove=lambda variant: refused.get(variant.name),
+    )
+    assert others.variant.toolchain == ("cuda_mma" if arch == 121 else "triton")
+    assert others.variant.recipe.qk_bits == 8
+    assert others.decisions[0].reasons == (refused[first],)
 
 
-def test_hopper_runs_them_by_full_name_only():
+def test_four_bits_are_the_tensor_core_s_where_it_has_them_and_never_chosen_unasked():
+    for arch, recipe in ((80, "sage2_4_f16"), (86, "sage2_4_f16"), (89, "sage2pp_4")):
+        asked = select(spec(arch), Request(recipe), lambda variant: None)
+        assert asked.variant.name == f"cuda_mma.{recipe}"
+    for arch in TARGETS:
+        for request in ("auto", "fast", "safe"):
+            found = candidates(spec(arch), Request(request), lambda variant: None)
+            serving = [d.variant for d in found if not d.reasons and not d.variant.recipe.exact]
+            by_tier = {
+                tier: [v.recipe.qk_bits for v in serving if v.tier == tier] for tier in TIERS
+            }
+            assert all(bits == sorted(bits, reverse=True) for bits in by_tier.values())
+            assert serving[0].recipe.qk_bits == 8
+
+
+@pytest.mark.parametrize("request_", ["auto", *TIERS, *RECIPES])
+def test_hopper_runs_them_by_full_name_only(request_):
+    found = candidates(spec(90), Request(request_), lambda variant: None)
+    ours = [d for d in found if d.variant.toolchain == "cuda_mma"]
+    assert all("by full name only, for tests" in reason for d in ours for reason in d.reasons)
+    assert all(d.reasons for d in ours)
+
+
+def test_each_runs_on_hopper_by_its_full_name():
     for variant in CUDA_MMA:
-        (reason,) = variant.rejects(spec(90))
-        assert "by full name only, for tests" in reason
-        assert variant.rejects(spec(90), by_full_name=True) == ()
+        asked = select(spec(90), Request(variant.name), lambda variant: None)
+        assert asked.variant is variant
         assert variant.rejects(spec(100), by_full_name=True) != ()
-    asked = select(spec(90), Request("cuda_mma.sage2_4"), lambda variant: None)
-    assert asked.variant.name == "cuda_mma.sage2_4"
-    auto = select(spec(90), Request("fast"), lambda variant: None)
-    assert auto.variant.toolchain != "cuda_mma"
 
 
-def test_what_has_not_run_is_withheld():
-    for variant in CUDA_MMA:
-        why = "since it was last changed" if variant.ran_on else "not yet been checked on a GPU"
-        assert why in (variant.withheld or "")
-    with pytest.raises(VariantRefused, match="not yet been checked on a GPU"):
-        select(spec(86), Request("sage2_4_f16"), lambda variant: None, CUDA_MMA)
+def test_a_plan_of_another_gpu_brings_none_to_hopper():
+    layer = PatchedLayer("", "self", Policy(), Request("exact"), lambda variant: None)
+    tried = candidate_variants(spec(90), layer, set(RECIPES))
+    assert {variant.toolchain for variant in tried} == {"cuda", "triton"}
 
 
 def test_records_say_which_gpus_multiply_so():
@@ -136,3 +160,5 @@ def test_records_say_which_gpus_multiply_so():
     assert archs["cuda_mma.sage2_4_f16"] == {80, 86, 87, 89}
     assert archs["cuda_mma.sage1_b"] == {80, 86, 87, 89, 120, 121}
     assert all(v.tested_on == {90} and 90 not in v.archs for v in CUDA_MMA)
+    # What has run is what an H200 ran: the others are told as not yet run.
+    assert all(v.ran_on == {90} and v.withheld is None for v in CUDA_MMA)

@@ -208,6 +208,21 @@ class TestInfo:
         assert said[1].startswith("not for sm_75")
         assert said[2] == "no GPU here"
 
+    def test_a_kernel_that_has_not_run_on_this_kind_of_gpu(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(info, "unusable", lambda variant: None)
+        monkeypatch.setattr(info, "last_failure", lambda variant: None)
+        said = {
+            arch: info.state(
+                BY_NAME["cuda_mma.sage1_b"],
+                Machine("Linux", "3.12", {}, "13.0", (Gpu("G", arch, 1),), ()),
+            )
+            for arch in (86, 90)
+        }
+        assert said[86] == "compiled, arithmetic checked on sm_90, not yet run on sm_86"
+        assert said[90].startswith("not for sm_90: made for sm_80, sm_86")
+
 
 class TestBench:
     """On a CPU: errors of emulated kernels, and no time."""
