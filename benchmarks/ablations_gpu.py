@@ -1,10 +1,10 @@
-"""The ablations on kernels: what the cuda_mma kernels make of some settings of ablations.py on a
-GPU, beside their emulator and against FP64. Arithmetic, not speed: on sm_90 E4M3 and INT4 products
-of mma.sync are emulated by the compiler.
+"""The ablations on kernels: what they make of the settings of ablations.py on a GPU, beside their
+emulator and against FP64. Arithmetic, not speed: on sm_90 E4M3 and INT4 products of mma.sync are
+emulated by the compiler.
 
     python benchmarks/ablations_gpu.py
 
-Writes benchmarks/ablations_gpu.csv, or `--out FILE`.
+Writes benchmarks/ablations_gpu.csv, or `--out FILE`, each row as it comes.
 """
 
 from __future__ import annotations
@@ -12,110 +12,181 @@ from __future__ import annotations
 import argparse
 import csv
 import itertools
+import os
 import statistics
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from ablations import Setting, demo, depths, four_bits, outliers, products, splits
+from ablations import (
+    SEEDS,
+    Data,
+    Setting,
+    biased_q,
+    demo,
+    depths,
+    four_bits,
+    lifted,
+    outliers,
+    peaked,
+    products,
+    row_sums,
+    splits,
+)
 from numerics_table import normal
 from torch import Tensor
 
-from sagepatch.backends.cuda import prepass_form
+from sagepatch.backends.cuda import attention as hopper
+from sagepatch.backends.cuda import attention_tiles, prepass_form
+from sagepatch.backends.cuda_mma import attention as mma
 from sagepatch.backends.cuda_mma import tiles
-from sagepatch.backends.cuda_mma.attention import run
 from sagepatch.bench.document import code
 from sagepatch.env import Machine
-from sagepatch.numerics.attention import emulate, exact
+from sagepatch.numerics.attention import emulate
 from sagepatch.numerics.metrics import compare
+from sagepatch.numerics.recipe import Recipe
 from sagepatch.spec import Call
 
 COMMAND = "python benchmarks/ablations_gpu.py"
-# Of the sweeps, every second product and the paper's splits.
-PRODUCTS = ("2016", "504", "126", "50")
-SPLITS = ("448, 2.25", "224, 4.5", "112, 9", "448, 448, FP32 sums")
-# Calls of the demo: all layers of one step.
+# Of the demo all layers of the first step.
 DEMO_CALLS = 11
 # Kernels that are compiled side by side.
-WORKERS = 8
+WORKERS = os.cpu_count() or 1
+
+Run = Callable[[Call], tuple[Tensor, Tensor | None]]
 
 
-def settings() -> list[Setting]:
-    """Those that the kernels compute."""
-    wanted = [
-        *depths(),
-        *(one for one in products() if one.name in PRODUCTS),
-        *(one for one in splits() if one.name in SPLITS),
-        *four_bits(),
-    ]
-    return [
-        one
-        for one in wanted
-        if tiles.refusal(one.recipe, 128, 128) is None and prepass_form.refusal(one.recipe) is None
-    ]
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What computes a setting: a toolchain, and the type that it takes calls in."""
+
+    toolchain: str
+    recipe: Recipe
+    dtype: torch.dtype
+
+    def __call__(self, call: Call) -> Tensor:
+        run = mma.run if self.toolchain == "cuda_mma" else hopper.run
+        return run(self.fed(call), self.recipe)[0]
+
+    def fed(self, call: Call) -> Call:
+        """The call as the kernel takes it."""
+        q, k, v = (t.to(self.dtype) for t in (call.q, call.k, call.v))
+        return replace(call, q=q, k=k, v=v)
 
 
-def data() -> Iterator[tuple[str, list[Call]]]:
-    """Normal, outliers and the demo's calls, as ablations.py has them, on the GPU."""
-    yield "normal", [on_gpu(normal())]
-    yield "outliers", [on_gpu(outliers(0))]
-    yield "demo", [on_gpu(call) for call in itertools.islice(demo(), DEMO_CALLS)]
+def kernel(setting: Setting) -> Kernel | None:
+    """The kernel that computes a setting, None where none does: the mma.sync ones in FP32, so that
+    no rounding of inputs or output is part of the error; for row sums of codes Hopper's, which sum
+    on the tensor core.
+    """
+    recipe = setting.recipe
+    if recipe.sum_quantised_p:
+        recipe = replace(recipe, sum_quantised_p=False)
+        if attention_tiles.refusal(recipe, 128, 128) is not None:
+            return None
+        sums = all(attention_tiles.pick(recipe, dim, dim).ones for dim in (64, 128))
+        return Kernel("cuda", recipe, torch.float16) if sums else None
+    if tiles.refusal(recipe, 128, 128) is None and prepass_form.refusal(recipe) is None:
+        return Kernel("cuda_mma", recipe, torch.float32)
+    return None
+
+
+def settings() -> list[tuple[Setting, Kernel]]:
+    """Those that a kernel computes."""
+    wanted = (*depths(), *products(), *splits(), *four_bits(), *row_sums())
+    return [(one, found) for one in wanted if (found := kernel(one)) is not None]
+
+
+def data(demo_calls: int) -> Iterator[Callable[[], Data]]:
+    """The data sets of ablations.py on the GPU, each made when it is called."""
+
+    def made(name: str, calls: Iterator[Call]) -> Callable[[], Data]:
+        return lambda: Data.of(name, map(on_gpu, calls))
+
+    yield made("normal", (normal(seed=seed) for seed in SEEDS))
+    yield made("outliers", map(outliers, SEEDS))
+    yield made("V + 3", (lifted(normal(seed=seed)) for seed in SEEDS))
+    yield made("Q + 3", map(biased_q, SEEDS))
+    yield made("peaked", map(peaked, SEEDS))
+    yield made("peaked, V + 3", (lifted(peaked(seed)) for seed in SEEDS))
+    yield made("demo", itertools.islice(demo(), demo_calls))
 
 
 def on_gpu(call: Call) -> Call:
-    """The call on the GPU, in FP32: no rounding of inputs or output is part of the error."""
+    """The call on the GPU."""
     return replace(call, q=call.q.cuda(), k=call.k.cuda(), v=call.v.cuda())
 
 
-def row(setting: Setting, name: str, each: list[Call], references: list[Tensor]) -> dict[str, str]:
+def compile_all(chosen: list[tuple[Setting, Kernel]]) -> None:
+    """Run every kernel once on a small call of each head size, side by side."""
+    small = [on_gpu(normal((1, 1, 128, dim))) for dim in (128, 64)]
+    with ThreadPoolExecutor(WORKERS) as pool:
+        waiting = [pool.submit(run, call) for _, run in chosen for call in small]
+        for one in waiting:
+            one.result()
+
+
+def row(setting: Setting, run: Kernel, data: Data) -> dict[str, str]:
     """Kernel and emulator of one setting on one data set."""
     ours, twins, apart = [], [], []
-    for call, reference in zip(each, references, strict=True):
-        out = run(call, setting.recipe)[0]
-        twin = emulate(call, setting.recipe)[0]
+    for call, reference in zip(data.calls, data.references, strict=True):
+        out = run(call).float()
+        twin = emulate(run.fed(call), setting.recipe)[0].float()
         ours.append(compare(out, reference).whole.rel_l1)
         twins.append(compare(twin, reference).whole.rel_l1)
         apart.append(compare(out, twin).worst.rel_l1)
-    machine = Machine.here()
     return {
         "ablation": setting.ablation,
         "setting": setting.name,
-        "data": name,
-        "calls": str(len(each)),
+        "data": data.name,
+        "calls": str(len(data.calls)),
+        "kernel": run.toolchain,
         "kernel_rel_l1": f"{statistics.mean(ours):.5f}",
         "emulated_rel_l1": f"{statistics.mean(twins):.5f}",
         "apart_rel_l1_worst_head": f"{max(apart):.2e}",
-        "gpu": machine.gpu_name,
-        "driver": machine.driver or "",
-        "versions": f"torch {machine.versions['torch']}, CUDA {machine.cuda}",
+    }
+
+
+def machine() -> dict[str, str]:
+    """The columns that all rows share."""
+    here = Machine.here()
+    return {
+        "gpu": here.gpu_name,
+        "driver": here.driver or "",
+        "versions": f"torch {here.versions['torch']}, CUDA {here.cuda}",
         "sources": code()["sources"],
         "command": COMMAND,
     }
 
 
 def main() -> None:
-    """Compile side by side, then measure; each row is written as it comes."""
+    """Compile side by side, then measure."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".csv"))
-    chosen = settings()
-    with parser.parse_args().out.open("w", newline="", encoding="utf-8") as file:
-        writer = None
-        for name, each in data():
-            with ThreadPoolExecutor(WORKERS) as pool:
-                list(pool.map(lambda one, call=each[0]: run(call, one.recipe), chosen))
-            references = [exact(call, torch.float64)[0] for call in each]
-            for setting in chosen:
-                if name not in setting.data:
+    parser.add_argument("--demo-calls", type=int, default=DEMO_CALLS)
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    chosen, shared = settings(), machine()
+    compile_all(chosen)
+    print(f"{len(chosen)} settings compiled after {time.monotonic() - began:.1f} s", flush=True)
+    with arguments.out.open("w", newline="", encoding="utf-8") as file:
+        writer: Any = None
+        for make in data(arguments.demo_calls):
+            found = make()
+            for setting, run in chosen:
+                if found.name not in setting.data:
                     continue
-                made = row(setting, name, each, references)
-                print(*list(made.values())[:7], flush=True)
+                made = row(setting, run, found) | shared
                 if writer is None:
                     writer = csv.DictWriter(file, made.keys())
                     writer.writeheader()
                 writer.writerow(made)
                 file.flush()
+            print(f"{found.name}: after {time.monotonic() - began:.1f} s", flush=True)
 
 
 if __name__ == "__main__":
