@@ -3,217 +3,141 @@ everywhere and calibrated, in one run, and writes benchmarks/h200_end_to_end.csv
 
     python benchmarks/h200_end_to_end.py --out benchmarks/h200_end_to_end.csv [--seconds 200]
 
-Denoisers without text encoder and VAE, a language model's reading of a prompt. `speedup` is over
-torch's default attention in the same process. `predicted_speedup` takes, from the unpatched time,
-what each layer's kernel alone saves on the live calls of the warm-up. "calibrated" is the plan at
-the default threshold; where one forward takes seconds, that of smaller inputs, and the mode says
-which. A time is written only after the output agreed with the unpatched one.
+Denoisers without text encoder and VAE, a language model's reading of a prompt. All models are built
+side by side, a process each, while the kernels are compiled; then they are timed one after the
+other, the rest waiting. `speedup` is over torch's default attention in the same process, forwards
+of both taking turns. `predicted_speedup` takes, from the unpatched time, what each layer's kernel
+saves where it is timed alone on the calls of one forward. "calibrated" is the plan at the default
+threshold, of the inputs that the mode names where they are not the model's own. A time is written
+only after the output agreed with the unpatched one.
+
+Beside it, in `<out>_parts.csv`: the attention of one forward timed in place and alone, when the
+host was free again, the spread of the speedup over rounds, the kernels that served.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import gc
+import importlib
+import json
+import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from queue import Empty, Queue
+from typing import IO, Any
 
+import end_to_end_warm
 import torch
-from torch import Tensor, nn
-from true_models import CASES, Case, Inputs
 
-import sagepatch
-from sagepatch.backends import load
-from sagepatch.backends.catalogue import SDPA
-from sagepatch.calibration.measure import cuda_time_us
 from sagepatch.env import VERSION, nvidia_driver
-from sagepatch.layer import PatchedLayer
-from sagepatch.plan import Plan
-from sagepatch.spec import AttnSpec, Call
-from sagepatch.variant import Variant
 
 COLUMNS = (
     *("model", "mode", "compile", "ms_median", "ms_p20", "ms_p80", "speedup", "predicted_speedup"),
     *("gpu", "driver", "cuda", "torch", "sagepatch", "commit", "command"),
 )
-DEVICE = "cuda"
-# Relative error of the whole model's output, root mean square, above which no time is written.
-MOST_ERROR = 0.3
+PARTS = (
+    *("model", "mode", "compile", "forwards", "speedup_p20", "speedup_p80", "attention_ms"),
+    *("attention_alone_ms", "host_ms", "calibration_s", "rel_error", "kernels", "fallbacks"),
+    *("gpu", "sagepatch", "commit"),
+)
+HERE = Path(__file__).parent
 
 
-@dataclass
-class Clock:
-    """Observes every call of a forward: times exact attention and the layer's own kernel on it,
-    once a kind of call, and lets the layer serve it.
-    """
+class Child:
+    """One model in a process of its own, which waits until it is told what to time."""
 
-    times: dict[tuple[AttnSpec, str], float] = field(default_factory=dict)
-    saved_us: float = 0.0
-
-    def observe(self, layer: PatchedLayer, call: Call) -> None:
-        spec = call.spec()
-        variant, _ = layer.choose(spec)
-        self.saved_us += self.us(SDPA, call, spec) - self.us(variant, call, spec)
-
-    def us(self, variant: Variant, call: Call, spec: AttnSpec) -> float:
-        key = (spec, variant.name)
-        if key not in self.times:
-            kernel = load(variant.entry)
-            self.times[key] = cuda_time_us(lambda: kernel(call, variant.recipe), call.q.device)
-        return self.times[key]
-
-    @contextmanager
-    def watching(self, patch: sagepatch.Patch) -> Iterator[None]:
-        self.saved_us = 0.0
-        for layer in patch.layers:
-            layer.observer = self.observe
-        yield
-        for layer in patch.layers:
-            layer.observer = None
-
-
-@torch.no_grad()
-def forward(model: nn.Module, inputs: Inputs) -> Tensor:
-    out = model(**inputs, return_dict=False)[0]
-    assert isinstance(out, Tensor)
-    return out
-
-
-def timed(run: Callable[[], Tensor], repeats: int) -> tuple[list[float], Tensor]:
-    """Milliseconds of each of `repeats` forwards, by events, and the output of the last."""
-    found = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        out = run()
-        end.record()
-        end.synchronize()
-        found.append(start.elapsed_time(end))
-    return found, out
-
-
-def error(out: Tensor, reference: Tensor) -> float:
-    """Relative error, root mean square; NaN where either is not finite."""
-    difference, norm = (out.float() - reference.float()).norm(), reference.float().norm()
-    return float(difference / norm)
-
-
-@dataclass
-class Bench:
-    """The modes of one case on one model; `write` takes each row as it is found."""
-
-    case: Case
-    full: bool
-    model: nn.Module
-    write: Callable[[dict[str, Any]], None]
-    clock: Clock = field(default_factory=Clock)
-
-    def __post_init__(self) -> None:
-        torch.manual_seed(1)
-        with torch.device(DEVICE):
-            self.inputs = self.case.inputs()
-            self.small = self.inputs if self.case.small is None else self.case.small()
-
-    def run(self) -> None:
-        plan = self.calibrate()
-        if self.case.compiled:
-            self.model.compile_repeated_blocks(fullgraph=True)
-        forward(self.model, self.small)
-        times, self.reference = timed(self.forward, self.case.repeats)
-        self.unpatched_ms = self.row("unpatched", times, None)
-        name = f"calibrated ({self.case.small_name})" if self.case.small_name else "calibrated"
-        self.mode(name, plan=plan)
-        self.mode("safe", variant="safe")
-
-    def calibrate(self) -> Plan:
-        """The plan of two forwards, as many as a plan needs."""
-
-        def twice() -> None:
-            for _ in range(2):
-                forward(self.model, self.small)
-
-        began = time.monotonic()
-        plan = sagepatch.calibrate(self.model, run=twice).plan()
-        kernels = Counter(entry.variant for entry in plan.entries)
-        print(f"  calibrated in {time.monotonic() - began:.1f} s: {dict(kernels)}", flush=True)
-        return plan
-
-    def forward(self) -> Tensor:
-        return forward(self.model, self.inputs)
-
-    def mode(self, name: str, **how: Any) -> None:
-        with sagepatch.apply(self.model, **how) as patch:
-            with self.clock.watching(patch):
-                self.forward()
-            predicted_ms = self.unpatched_ms - self.clock.saved_us / 1e3
-            times, out = timed(self.forward, self.case.repeats)
-            off = error(out, self.reference)
-            if off < MOST_ERROR:
-                self.row(name, times, predicted_ms)
-            fallbacks = sum((layer.record.fallbacks for layer in patch.layers), Counter())
-            print(f"  off by {off:.4f}; fell back: {dict(fallbacks)}; {times}", flush=True)
-
-    def row(self, mode: str, times: list[float], predicted_ms: float | None) -> float:
-        """Write one row; its median."""
-        points = torch.tensor([0.2, 0.5, 0.8])
-        p20, median, p80 = torch.quantile(torch.tensor(times), points).tolist()
-        before = median if predicted_ms is None else self.unpatched_ms
-        predicted = 1.0 if predicted_ms is None else before / predicted_ms
-        self.write(
-            {
-                "model": self.case.label(self.full),
-                "mode": mode,
-                "compile": self.case.compiled,
-                "ms_median": f"{median:.2f}",
-                "ms_p20": f"{p20:.2f}",
-                "ms_p80": f"{p80:.2f}",
-                "speedup": f"{before / median:.3f}",
-                "predicted_speedup": f"{predicted:.3f}",
-            }
+    def __init__(self, names: list[str], options: list[str], heard: Callable[[str], None]) -> None:
+        script = str(HERE / "end_to_end_bench.py")
+        command = [sys.executable, script, "--only", *names, *options]
+        self.name = names[0]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        return float(median)
+        self._said: Queue[str] = Queue()
+        self._heard = heard
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.rstrip() in ("READY", "DONE"):
+                self._said.put(line.rstrip())
+            else:
+                self._heard(line.rstrip())
+        self._said.put("END")
+
+    def waits(self, seconds: float) -> bool:
+        """Whether it said within `seconds` that it is ready, or done; else it is ended."""
+        try:
+            if self._said.get(timeout=max(0.0, seconds)) != "END":
+                return True
+        except Empty:
+            pass
+        self.end()
+        return False
+
+    def time(self, case: str, seconds: float) -> bool:
+        """Have a case timed; whether it was done within `seconds`."""
+        assert self.process.stdin is not None
+        if self.process.poll() is not None:
+            return False
+        self.process.stdin.write(case + "\n")
+        self.process.stdin.flush()
+        return self.waits(seconds)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
 
-def built(case: Case, full: bool) -> nn.Module:
-    """The model in bf16 on the GPU, its weights drawn there."""
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(DEVICE):
-            return case.build(full).eval().requires_grad_(False)
-    finally:
-        torch.set_default_dtype(before)
+class Table:
+    """A CSV file that takes rows as they come, each with the same facts."""
+
+    def __init__(self, path: Path, columns: tuple[str, ...], facts: dict[str, Any]) -> None:
+        is_new = not path.exists()
+        self._file: IO[str] = path.open("a", newline="", encoding="utf-8")
+        self._writer = csv.DictWriter(self._file, columns, lineterminator="\n")
+        self._facts = {name: value for name, value in facts.items() if name in columns}
+        if is_new:
+            self._writer.writeheader()
+
+    def write(self, row: dict[str, Any]) -> None:
+        self._writer.writerow(row | self._facts)
+        self._file.flush()
 
 
 def commit() -> str:
     """The commit that this file is from, "" outside a repository."""
     if shutil.which("git") is None:
         return ""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    command = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", default="benchmarks/h200_end_to_end.csv")
-    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/h200_end_to_end.csv"))
+    parser.add_argument("--seconds", type=float, default=900, help="end after so many")
+    parser.add_argument("--set-up", type=float, default=120, help="seconds that this may take")
     parser.add_argument("--only", nargs="*", default=[], help="names of cases, or their beginnings")
+    parser.add_argument("--compile", action="store_true", help="each block by torch.compile")
     parser.add_argument("--full-depth", action="store_true")
+    parser.add_argument("--plans", help="a folder that keeps plans, and has those to follow")
     parser.add_argument("--commit", default=commit())
+    parser.add_argument("--device", default="cuda", help="cpu: a rehearsal")
+    parser.add_argument("--cases", default="true_models", help="the module that holds CASES")
     args = parser.parse_args()
     began = time.monotonic()
+    on_gpu = args.device == "cuda"
     facts = {
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if on_gpu else args.device,
         "driver": nvidia_driver(),
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
@@ -221,37 +145,48 @@ def main() -> None:
         "commit": args.commit,
         "command": "python " + " ".join(sys.argv),
     }
-    path = Path(args.out)
-    is_new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if is_new:
-            writer.writeheader()
+    tables = {
+        "ROW": Table(args.out, COLUMNS, facts),
+        "PARTS": Table(args.out.with_name(f"{args.out.stem}_parts.csv"), PARTS, facts),
+    }
 
-        def write(row: dict[str, Any]) -> None:
-            print(" ".join(str(value) for value in row.values()), flush=True)
-            writer.writerow({**row, **facts})
-            file.flush()
+    def heard(line: str) -> None:
+        kind, _, text = line.partition(" ")
+        told = f"[{time.monotonic() - began:5.1f}] {line}"
+        if kind in tables:
+            row = json.loads(text)
+            tables[kind].write(row)
+            told = f"[{time.monotonic() - began:5.1f}] " + " ".join(map(str, row.values()))
+        print(told, flush=True)
 
-        model, made = None, None
-        for case in CASES:
-            elapsed = time.monotonic() - began
-            if args.only and not case.name.startswith(tuple(args.only)):
-                continue
-            if elapsed + case.seconds > args.seconds:
-                print(f"{case.name}: left out after {elapsed:.0f} s", flush=True)
-                continue
-            print(f"{case.name}, after {elapsed:.0f} s", flush=True)
-            if case.build is not made:
-                model = None
-                gc.collect()
-                torch.cuda.empty_cache()
-                model, made = built(case, args.full_depth), case.build
-            assert model is not None
-            try:
-                Bench(case, args.full_depth, model, write).run()
-            except torch.OutOfMemoryError as error:
-                print(f"{case.name}: {error}", flush=True)
+    every = importlib.import_module(args.cases).CASES
+    cases = [c for c in every if not args.only or c.name.startswith(tuple(args.only))]
+    options = ["--cases", args.cases, "--device", args.device]
+    options += ["--compile"] if args.compile else []
+    options += ["--full-depth"] if args.full_depth else []
+    options += ["--plans", args.plans] if args.plans else []
+    models: dict[Any, list[str]] = {}
+    for case in cases:
+        models.setdefault(case.build, []).append(case.name)
+    children = {build: Child(names, options, heard) for build, names in models.items()}
+    if on_gpu:
+        processes = min(20, (os.cpu_count() or 1) // 2 + 4)
+        for line in end_to_end_warm.compile_all(cases, processes):
+            heard(line)
+    ready = {}
+    for build, child in children.items():
+        ready[build] = child.waits(args.set_up - (time.monotonic() - began))
+        if not ready[build]:
+            heard(f"{child.name}: did not get ready, left out")
+    for case in cases:
+        left = args.seconds - (time.monotonic() - began)
+        if not ready[case.build] or left < case.seconds:
+            heard(f"{case.name}: left out, {left:.0f} s are left of {args.seconds:g}")
+            continue
+        heard(f"{case.name} begins")
+        ready[case.build] = children[case.build].time(case.name, left)
+    for child in children.values():
+        child.end()
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """Denoisers and a language model at their published geometry, with random weights made on the GPU,
 and the inputs of one forward. No text encoder, no VAE, no file is read.
 
-Wan and HunyuanVideo keep some of their layers only, all alike, unless `full` is asked for: their
-names say which.
+Where one forward of the whole model takes many seconds, some of its layers are kept only, all
+alike, unless `full` is asked for: names say how many.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,28 +19,45 @@ TEXT = {"flux": 512, "hunyuan": 256, "wan": 512, "cogvideox": 226, "sdxl": 77}
 
 
 @dataclass(frozen=True, slots=True)
+class Shape:
+    """One kind of attention call of a forward: sizes count elements."""
+
+    batch: int
+    heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    kv_heads: int = 0
+    causal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Case:
     """One model at one size.
 
-    `repeats` forwards are timed. `small` are inputs of the same model to warm up and to calibrate
-    on, where one forward takes seconds; `small_name` says how they differ. `seconds` is what all
-    modes took or may take on an H200, so that a run with a limit starts no case it cannot end.
+    `rounds` forwards of each mode are timed. `plan` are inputs of the same model to calibrate on,
+    where calibrating on its own takes long; `planned_on` names them, and models that share a name
+    share the plan. `shapes` are the attention calls long enough for a kernel of ours. `seconds` is
+    what all modes take on an H200 beside the set-up, so that a run with a limit starts no case it
+    cannot end. `blocks` are the classes of modules that are compiled, each by itself.
     """
 
     name: str
     build: Callable[[bool], nn.Module]
     inputs: Callable[[], Inputs]
     seconds: float
-    repeats: int = 5
-    small: Callable[[], Inputs] | None = None
-    small_name: str = ""
-    compiled: bool = False
-    depth: tuple[str, str] = field(default=("", ""))
+    shapes: tuple[Shape, ...] = ()
+    rounds: int = 3
+    plan: Callable[[], Inputs] | None = None
+    planned_on: str = ""
+    kept: str = ""
+    whole: str = ""
+    blocks: tuple[str, ...] = ()
 
     def label(self, full: bool) -> str:
         """The name in the table, with the layers that are kept."""
-        kept, whole = self.depth
-        return f"{self.name} ({kept} of {whole} layers)" if kept and not full else self.name
+        deep = not self.kept or full
+        return self.name if deep else f"{self.name} ({self.kept} of {self.whole} layers)"
 
 
 def noise(*shape: int) -> Tensor:
@@ -94,7 +111,7 @@ def hunyuan_inputs(frames: int, words: int = 80) -> Inputs:
 def wan(full: bool) -> nn.Module:
     from diffusers import WanTransformer3DModel
 
-    model = WanTransformer3DModel(num_layers=40 if full else 10)
+    model = WanTransformer3DModel(num_layers=40 if full else 5)
     # As `from_pretrained` keeps them.
     kept = set(WanTransformer3DModel._keep_in_fp32_modules)
     for name, parameter in model.named_parameters():
@@ -122,7 +139,9 @@ def cogvideox_5b(full: bool) -> nn.Module:
     from diffusers import CogVideoXTransformer3DModel
 
     return CogVideoXTransformer3DModel(
-        num_attention_heads=48, num_layers=42, use_rotary_positional_embeddings=True
+        num_attention_heads=48,
+        num_layers=42 if full else 14,
+        use_rotary_positional_embeddings=True,
     )
 
 
@@ -171,7 +190,7 @@ def sdxl_inputs() -> Inputs:
     }
 
 
-def llama(full: bool) -> nn.Module:
+def llama(full: bool, layers: int = 32) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     # Llama-3.1-8B.
@@ -179,7 +198,7 @@ def llama(full: bool) -> nn.Module:
         vocab_size=128256,
         hidden_size=4096,
         intermediate_size=14336,
-        num_hidden_layers=32,
+        num_hidden_layers=32 if full else layers,
         num_attention_heads=32,
         num_key_value_heads=8,
         max_position_embeddings=131072,
@@ -196,51 +215,138 @@ def llama(full: bool) -> nn.Module:
     return LlamaForCausalLM(config)
 
 
+def llama_short(full: bool) -> nn.Module:
+    """Some of its layers, for prompts that take many seconds."""
+    return llama(full, 4)
+
+
 def llama_inputs(tokens: int) -> Inputs:
     """A prompt to be read: every layer's keys are kept, the logits of the last token computed."""
     return {"input_ids": torch.randint(128256, (1, tokens)), "logits_to_keep": 1}
 
 
-_HUNYUAN_DEPTH = ("5+10", "20+40")
-_WAN_DEPTH = ("10", "40")
+FLUX_BLOCKS = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
 # The most telling first: a run that is cut short has written those.
 CASES = (
-    Case("flux_1024", flux, lambda: flux_inputs(1024), 20),
-    Case("flux_2048", flux, lambda: flux_inputs(2048), 35, 3),
     Case(
-        "hunyuanvideo_720p_129f",
-        hunyuan,
-        lambda: hunyuan_inputs(129),
-        115,
-        2,
-        lambda: hunyuan_inputs(33),
-        "33 frames",
-        depth=_HUNYUAN_DEPTH,
+        "flux_1024",
+        flux,
+        lambda: flux_inputs(1024),
+        12,
+        (Shape(1, 24, 4608, 4608, 128),),
+        rounds=12,
+        blocks=FLUX_BLOCKS,
     ),
-    Case("wan_14b_480p_81f", wan, lambda: wan_inputs(480, 832), 35, 3, depth=_WAN_DEPTH),
+    Case(
+        "wan_14b_480p_81f",
+        wan,
+        lambda: wan_inputs(480, 832),
+        10,
+        (Shape(1, 40, 32760, 32760, 128), Shape(1, 40, 32760, 512, 128)),
+        planned_on="480p",
+        kept="5",
+        whole="40",
+        blocks=("WanTransformerBlock",),
+    ),
     Case(
         "wan_14b_720p_81f",
         wan,
         lambda: wan_inputs(720, 1280),
-        50,
-        2,
-        lambda: wan_inputs(480, 832),
-        "480p",
-        depth=_WAN_DEPTH,
+        16,
+        (Shape(1, 40, 75600, 75600, 128), Shape(1, 40, 75600, 512, 128)),
+        rounds=2,
+        plan=lambda: wan_inputs(480, 832),
+        planned_on="480p",
+        kept="5",
+        whole="40",
+        blocks=("WanTransformerBlock",),
     ),
-    Case("cogvideox_2b_49f", cogvideox_2b, lambda: cogvideox_inputs(False), 30, 3),
-    Case("llama_3_1_8b_8k", llama, lambda: llama_inputs(8192), 20),
-    Case("llama_3_1_8b_32k", llama, lambda: llama_inputs(32768), 40, 3),
-    Case("sdxl_1024", sdxl, sdxl_inputs, 25),
-    Case("cogvideox_5b_49f", cogvideox_5b, lambda: cogvideox_inputs(True), 50, 2),
-    Case("flux_1024", flux, lambda: flux_inputs(1024), 60, compiled=True),
+    Case(
+        "cogvideox_2b_49f",
+        cogvideox_2b,
+        lambda: cogvideox_inputs(False),
+        15,
+        (Shape(2, 30, 17776, 17776, 64),),
+        rounds=4,
+        blocks=("CogVideoXBlock",),
+    ),
+    Case(
+        "sdxl_1024",
+        sdxl,
+        sdxl_inputs,
+        14,
+        (
+            Shape(2, 10, 4096, 4096, 64),
+            Shape(2, 20, 1024, 1024, 64),
+            Shape(2, 10, 4096, 77, 64),
+            Shape(2, 20, 1024, 77, 64),
+        ),
+        rounds=12,
+        blocks=("BasicTransformerBlock",),
+    ),
+    Case(
+        "llama_3_1_8b_8k",
+        llama,
+        lambda: llama_inputs(8192),
+        10,
+        (Shape(1, 32, 8192, 8192, 128, 8, True),),
+        rounds=6,
+        planned_on="8k",
+        blocks=("LlamaDecoderLayer",),
+    ),
+    Case(
+        "llama_3_1_8b_32k",
+        llama,
+        lambda: llama_inputs(32768),
+        13,
+        (Shape(1, 32, 32768, 32768, 128, 8, True),),
+        plan=lambda: llama_inputs(8192),
+        planned_on="8k",
+        blocks=("LlamaDecoderLayer",),
+    ),
     Case(
         "llama_3_1_8b_128k",
-        llama,
+        llama_short,
         lambda: llama_inputs(131072),
-        110,
-        2,
-        lambda: llama_inputs(32768),
-        "32k",
+        13,
+        (Shape(1, 32, 131072, 131072, 128, 8, True),),
+        rounds=2,
+        plan=lambda: llama_inputs(8192),
+        planned_on="8k",
+        kept="4",
+        whole="32",
+        blocks=("LlamaDecoderLayer",),
+    ),
+    Case(
+        "cogvideox_5b_49f",
+        cogvideox_5b,
+        lambda: cogvideox_inputs(True),
+        10,
+        (Shape(2, 48, 17776, 17776, 64),),
+        kept="14",
+        whole="42",
+        blocks=("CogVideoXBlock",),
+    ),
+    Case(
+        "flux_2048",
+        flux,
+        lambda: flux_inputs(2048),
+        16,
+        (Shape(1, 24, 16896, 16896, 128),),
+        rounds=2,
+        blocks=FLUX_BLOCKS,
+    ),
+    Case(
+        "hunyuanvideo_720p_129f",
+        hunyuan,
+        lambda: hunyuan_inputs(129),
+        75,
+        (Shape(1, 24, 119056, 119056, 128), Shape(1, 24, 32656, 32656, 128)),
+        rounds=2,
+        plan=lambda: hunyuan_inputs(33),
+        planned_on="33 frames",
+        kept="5+10",
+        whole="20+40",
+        blocks=("HunyuanVideoTransformerBlock", "HunyuanVideoSingleTransformerBlock"),
     ),
 )

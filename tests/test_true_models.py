@@ -1,5 +1,5 @@
-"""The models of benchmarks/h200_end_to_end.py are those that their names say: counted on fakes,
-which hold no weights and compute nothing.
+"""The models of benchmarks/true_models.py are those that their names say: counted on fakes, which
+hold no weights and compute nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from true_models import CASES, Case
+from true_models import CASES, Case, Shape
 
 # Billions of parameters, calls of SDPA, and "query heads x queries x keys" of the largest.
 PUBLISHED = {
@@ -33,18 +33,27 @@ PUBLISHED = {
 }
 
 
+# Calls shorter than this run exactly whatever happens: they need no kernel made ready.
+SHORT = 300
+
+
 class Calls(TorchFunctionMode):
     """Notes the shapes of SDPA calls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shapes: list[tuple[int, int, int]] = []
+        self.calls: set[Shape] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
             query, key = given["query"], given["key"]
             self.shapes.append((query.shape[1], query.shape[2], key.shape[2]))
+            kv_heads = 0 if key.shape[1] == query.shape[1] else key.shape[1]
+            causal = bool(given.get("is_causal"))
+            B, heads, queries, dim = query.shape
+            self.calls.add(Shape(B, heads, queries, key.shape[2], dim, kv_heads, causal))
         return func(*args, **(kwargs or {}))
 
 
@@ -65,3 +74,6 @@ def test_published_geometry(case: Case) -> None:
     assert round(sum(p.numel() for p in model.parameters()) / 1e9, 2) == billions
     assert len(seen.shapes) == calls
     assert max(seen.shapes, key=lambda shape: shape[1] * shape[2]) == largest
+    long = {call for call in seen.calls if call.q_len >= SHORT}
+    # The calls of the sizes that plans are made on are listed too.
+    assert long <= set(case.shapes)
