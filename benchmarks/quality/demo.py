@@ -1,12 +1,14 @@
 """The demo pipeline under every condition: pictures against those of exact attention, and the error
 over the denoising steps.
 
-    python -m benchmarks.quality.demo [--captions N] [--seeds 3] [--seconds S]
+    python -m benchmarks.quality.demo [--captions N] [--then-all] [--seeds 3] [--seconds S]
 
 Real kernels in bfloat16 where a GPU is, the emulator in FP32 elsewhere. Without --captions all
-2,801 captions of the training are drawn; with it so many, drawn evenly. Writes demo_pictures.csv,
-demo_steps.csv and demo_layers.csv beside this file (demo_cpu_*.csv off the GPU), or under --out.
-With --seconds a condition that has not begun by then is left out, the last in the list first.
+2,801 captions of the training are drawn; with it so many, drawn evenly, and with --then-all
+afterwards all of them again, by one condition after the other: each row tells its n. Writes
+demo_pictures.csv, demo_steps.csv and demo_layers.csv beside this file (demo_cpu_*.csv off the GPU),
+or under --out. With --seconds a condition that has not begun by then, or would not end by then, is
+left out, the last in the list first.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,8 @@ import torch
 from torch import Tensor
 
 import sagepatch
-from benchmarks.quality import layers, likeness, tables
+from benchmarks.quality import ahead, layers, likeness, tables
+from benchmarks.quality.baselines import FP8_PER_TENSOR, NAIVE_INT8
 from benchmarks.quality.conditions import (
     EXACT,
     FAILURES,
@@ -49,6 +53,10 @@ LAYER_PICTURES = {"cuda": 4, "cpu": 1}
 LAYER_CALLS = (1, 8)
 OTHER_SEED = "exact, another seed"
 FULL_WIDTH = "exact in FP32"
+PLAN, BY_ACCURACY = "calibrated plan", "plan by accuracy alone"
+# What is drawn with every caption first; what computes in plain torch takes too long for it.
+WHOLE = (PLAN, "sage2_8", "sage1_b", "sage2_4", "sage1_vb", "sage2pp_8", "sage1_t")
+PLAIN = (NAIVE_INT8, FP8_PER_TENSOR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +105,15 @@ class Studio:
     def count(self) -> int:
         return len(self.captions) * self.seeds
 
-    def batch(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Latents after each step [steps, n, tokens, channels] and pictures [n, 3, H, W] uint8."""
+    def sizes(self) -> set[int]:
+        """How many pictures `draw` has at once."""
+        size = BATCH[self.device.type]
+        return {min(size, self.count), self.count % size} - {0}
+
+    def batch(self, first: int, last: int, count: int = STEPS) -> tuple[Tensor, Tensor]:
+        """Latents after each of `count` steps [steps, n, tokens, channels] and pictures
+        [n, 3, H, W] uint8.
+        """
         numbers = torch.arange(first, last, device=self.device)
         caption, seed = numbers // self.seeds, numbers % self.seeds
         steps: list[Tensor] = []
@@ -113,7 +128,7 @@ class Studio:
             latents=self.noise[seed].clone(),
             height=DEFAULTS.height,
             width=DEFAULTS.width,
-            num_inference_steps=STEPS,
+            num_inference_steps=count,
             guidance_scale=DEFAULTS.guidance_scale,
             output_type="pt",
             callback_on_step_end=keep,
@@ -204,6 +219,7 @@ def main() -> None:
     """Draw under every condition, compare, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--captions", type=int)
+    parser.add_argument("--then-all", action="store_true")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--only", nargs="+", help="these conditions, in this order")
@@ -211,78 +227,161 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=tables.HERE)
     parser.add_argument("--commit")
     options = parser.parse_args()
+    clock = Clock(options.seconds)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ahead.share_cache()
     about = tables.provenance(tables.command_of("demo", sys.argv[1:]), options.commit)
     stem = options.out / ("demo" if device.type == "cuda" else "demo_cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    studio = Studio(load_pipeline(dtype, device), device, captions(options.captions), options.seeds)
+    pipe = load_pipeline(dtype, device)
+    studio = Studio(pipe, device, captions(options.captions), options.seeds)
+    whole = Studio(pipe, device, captions(None), options.seeds) if options.then_all else None
+    if ahead.is_rehearsal():
+        rehearse(studio, whole)
+        return
+    helpers = ahead.start("benchmarks.quality.demo", sys.argv[1:]) if device.type == "cuda" else []
+    shown = Results(stem, about, clock)
+    exact_whole, conditions, whole_took = None, [], 0.0
     if options.part in ("pictures", "both"):
-        write_pictures(studio, options.only, options.seconds, stem, about)
+        exact = studio.draw()
+        clock.say(f"{studio.count} exact pictures")
+        began = clock.now
+        exact_whole = None if whole is None else whole.draw()
+        whole_took = clock.now - began
+        known = studio if whole is None else whole
+        clock.say(f"{known.count} exact pictures")
+        other = other_seed(exact_whole or exact, options.seeds)
+        shown.add(OTHER_SEED, "yardstick", "sdpa.exact", other, exact_whole or exact)
+        for helper in helpers:
+            helper.wait()
+        clock.say("compiled ahead:", [helper.poll() for helper in helpers])
+        if device.type == "cuda":
+            full = Studio(
+                load_pipeline(torch.float32, device), device, studio.captions, studio.seeds
+            )
+            full.noise = studio.noise.float()
+            shown.add(FULL_WIDTH, "yardstick", "sdpa.exact in FP32", full.draw(), exact)
+        conditions = chosen(studio, options.only)
+        compare_all(studio, conditions, exact, shown)
     if options.part in ("layers", "both"):
         single = [EXACT, *recipes(device), *baselines()]
         count = min(LAYER_PICTURES[device.type], studio.count)
         calls = layers.captured(studio.pipe, lambda: studio.batch(0, count), LAYER_CALLS)
         tables.write(Path(f"{stem}_layers.csv"), layers.rows(calls, single), about)
+        clock.say("layers written")
+    if whole is not None and exact_whole is not None:
+        compare_all(whole, first_of(conditions, WHOLE), exact_whole, shown, whole_took)
 
 
-def write_pictures(
+class Clock:
+    """Seconds since the start, and how many there are."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.started, self.seconds = time.perf_counter(), seconds
+
+    @property
+    def now(self) -> float:
+        return time.perf_counter() - self.started
+
+    def allows(self, seconds: float) -> bool:
+        """Whether something that takes so long would end in time."""
+        return self.seconds is None or self.now + seconds <= self.seconds
+
+    def say(self, *words: object) -> None:
+        print(f"{self.now:.1f} s:", *words, flush=True)
+
+
+class Results:
+    """The tables of pictures and steps, written anew whenever a condition joins them or is drawn
+    again with more pictures.
+    """
+
+    def __init__(self, stem: Path, about: Mapping[str, str], clock: Clock) -> None:
+        self.stem, self.about, self.clock = stem, about, clock
+        self.pictures: dict[str, dict[str, object]] = {}
+        self.steps: dict[str, list[dict[str, object]]] = {}
+
+    def add(self, name: str, group: str, kernel: str, drawn: Drawn, exact: Drawn) -> None:
+        row = self.pictures[name] = compared(name, group, kernel, drawn, exact)
+        self.steps[name] = over_steps(name, group, drawn, exact)
+        tables.write(Path(f"{self.stem}_pictures.csv"), list(self.pictures.values()), self.about)
+        steps = [step for rows in self.steps.values() for step in rows]
+        tables.write(Path(f"{self.stem}_steps.csv"), steps, self.about)
+        self.clock.say(name, row["n"], row["psnr_db_mean"], row["ssim_mean"])
+
+
+def compare_all(
     studio: Studio,
-    only: Sequence[str] | None,
-    seconds: float | None,
-    stem: Path,
-    about: dict[str, str],
+    conditions: Iterable[Condition],
+    exact: Drawn,
+    shown: Results,
+    longest: float = 0.0,
 ) -> None:
-    """Draw under every condition; what is there is written after each."""
-    device, started = studio.device, time.perf_counter()
-    exact = studio.draw()
-    print(f"{time.perf_counter() - started:.1f} s: {studio.count} exact pictures", flush=True)
-    pictures: list[dict[str, object]] = []
-    steps: list[dict[str, object]] = []
-
-    def add(name: str, group: str, kernel: str, drawn: Drawn) -> None:
-        pictures.append(compared(name, group, kernel, drawn, exact))
-        steps.extend(over_steps(name, group, drawn, exact))
-        tables.write(Path(f"{stem}_pictures.csv"), pictures, about)
-        tables.write(Path(f"{stem}_steps.csv"), steps, about)
-        shown = pictures[-1]
-        took = f"{time.perf_counter() - started:.1f} s:"
-        print(took, name, shown["psnr_db_mean"], shown["ssim_mean"], flush=True)
-
-    add(OTHER_SEED, "yardstick", "sdpa.exact", other_seed(exact, studio.seeds))
-    if device.type == "cuda":
-        full = Studio(load_pipeline(torch.float32, device), device, studio.captions, studio.seeds)
-        full.noise = studio.noise.float()
-        add(FULL_WIDTH, "yardstick", "sdpa.exact in FP32", full.draw())
-    for condition in chosen(studio, only):
-        if seconds is not None and time.perf_counter() - started > seconds:
-            print(f"out of time before {condition.name}", flush=True)
+    """Draw under each condition while there is time for the longest yet, to begin with `longest`
+    seconds.
+    """
+    for condition in conditions:
+        if not shown.clock.allows(longest):
+            shown.clock.say(f"no time for {condition.name}")
             break
+        began = shown.clock.now
         try:
-            with under(condition, studio.pipe, device):
+            with under(condition, studio.pipe, studio.device):
                 drawn = studio.draw()
         except FAILURES:
             traceback.print_exc()
             continue
-        add(condition.name, condition.group, condition.kernel(device), drawn)
+        shown.add(condition.name, condition.group, condition.kernel(studio.device), drawn, exact)
+        longest = max(longest, shown.clock.now - began)
 
 
-def chosen(studio: Studio, only: Sequence[str] | None) -> list[Condition]:
-    """What is compared, in order: what matters most first, or `only` these."""
+def first_of(conditions: Sequence[Condition], names: Sequence[str]) -> list[Condition]:
+    """The conditions in another order, those of `names` first; without those in plain torch."""
+    kept = [condition for condition in conditions if condition.name not in PLAIN]
+    weight = {name: place for place, name in enumerate(names)}
+    return sorted(kept, key=lambda condition: weight.get(condition.name, len(weight)))
+
+
+def rehearse(studio: Studio, whole: Studio | None) -> None:
+    """This process's share of the kernels that a run calls, for one step each."""
     device = studio.device
-    found = recipes(device)
-    others = [*found[: len(FIRST)], *baselines(), *found[len(FIRST) :]]
-    names = [condition.name for condition in others]
-    if only is not None and set(only) <= set(names):
-        return [others[names.index(name)] for name in only]
+    sizes = studio.sizes() | (set() if whole is None else whole.sizes())
+    sizes.add(min(LAYER_PICTURES[device.type], studio.count))
+    largest = whole or studio
+
+    def one(condition: Condition) -> None:
+        with under(condition, largest.pipe, device):
+            for size in sorted(sizes):
+                largest.batch(0, size, 1)
+
+    work: list[tuple[str, Callable[[], object]]] = [("calibration", lambda: plans_of(studio))]
+    work += [(found.name, partial(one, found)) for found in (*recipes(device), *baselines())]
+    ahead.rehearse(work)
+
+
+def plans_of(studio: Studio) -> list[Condition]:
+    """The calibrated plan; on a GPU also the one by accuracy alone, where it is another."""
+    device = studio.device
     count = min(CALIBRATION_PICTURES[device.type], studio.count)
     calibration = sagepatch.calibrate(
         studio.pipe, run=lambda: studio.batch(0, count), emulate=device.type == "cpu"
     )
-    plans = [Condition("calibrated plan", "plan", calibration.plan())]
-    if device.type == "cuda":
-        # Where attention is as short as here, exact is often the fastest, and a plan shows nothing.
-        plans.append(Condition("plan by accuracy alone", "plan", by_accuracy(calibration)))
-    every = {condition.name: condition for condition in (*plans, *others)}
+    plan, accurate = calibration.plan(), by_accuracy(calibration)
+    plans = [Condition(PLAN, "plan", plan)]
+    # Where attention is as short as here, exact is often the fastest, and a plan shows nothing.
+    if [one.variants for one in plan.entries] != [one.variants for one in accurate.entries]:
+        plans.append(Condition(BY_ACCURACY, "plan", accurate))
+    return plans
+
+
+def chosen(studio: Studio, only: Sequence[str] | None) -> list[Condition]:
+    """What is compared, in order: what matters most first, or `only` these."""
+    found = recipes(studio.device)
+    others = [*found[: len(FIRST)], *baselines(), *found[len(FIRST) :]]
+    names = [condition.name for condition in others]
+    if only is not None and set(only) <= set(names):
+        return [others[names.index(name)] for name in only]
+    every = {condition.name: condition for condition in (*plans_of(studio), *others)}
     return list(every.values()) if only is None else [every[name] for name in only]
 
 

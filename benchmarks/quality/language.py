@@ -2,26 +2,29 @@
 
     python -m benchmarks.quality.language [--train-seconds 140] [--measure-seconds 70]
 
-On one H200 about five minutes: trains a Llama of 38 M parameters from random weights on Python
+On one H200 about four minutes: trains a Llama of 38 M parameters from random weights on Python
 sources under open licences (`corpus`), with retrieval and copying tasks woven in, up to 32k tokens
 a row; then perplexity at 1k to 32k on folders that were held out, by position, retrieval and
 copying, for exact attention, every recipe's kernel, the calibrated plan and the baselines, all
-through `sagepatch.apply`. Writes language_*.csv beside this file, or under --out. `--tiny` proves
-on a CPU that the script runs; its numbers mean nothing. `--keep FOLDER` leaves the model there, and
-`--model FOLDER` measures one that is there.
+through `sagepatch.apply`, on as many documents as the time allows, the most for what matters most.
+Writes language_*.csv beside this file, or under --out, after each round of documents. `--tiny`
+proves on a CPU that the script runs; its numbers mean nothing. `--keep FOLDER` leaves the model
+there, and `--model FOLDER` measures one that is there.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,31 +35,38 @@ from torch import Tensor
 
 import sagepatch
 from benchmarks.quality import ahead, layers, tables
+from benchmarks.quality.baselines import FP8_PER_TENSOR, NAIVE_INT8
 from benchmarks.quality.conditions import (
     EXACT,
     FAILURES,
+    FIRST,
     Condition,
     baselines,
     recipes,
     under,
 )
+from benchmarks.quality.corpus import VOCABULARY
 from benchmarks.quality.language_measure import (
-    MOST_ROWS,
-    PASS_TOKENS,
+    Exam,
     Record,
+    exams,
     perplexity,
     recall,
     summarised,
 )
-from benchmarks.quality.language_model import FULL, TINY, Size, Trainer, train
+from benchmarks.quality.language_model import FULL, TINY, Size, Trainer, new_model, train
 from sagepatch.plan import Plan
 
-LENGTHS = (1024, 8192, 32768)
-RECALL_LENGTHS = (4096, 32768)
+LENGTHS = (1024, 4096, 8192, 16384, 32768)
+RECALL_LENGTHS = (4096, 8192, 16384, 32768)
 TINY_LENGTHS = (512, 1024)
-# Documents of one round; every condition sees a round before the next begins.
-ROUND = 1
+# Documents of one turn of a condition, and at most in all.
+TURN, MOST_DOCUMENTS = 2, 40
+# Turns of what matters less, and of what is computed in plain torch, with every score in memory,
+# in contexts up to so many tokens.
+OTHER_TURNS, PLAIN_TURNS, PLAIN_LONGEST = 3, 2, 8192
 LAYER_TOKENS = 2048
+CALIBRATION_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +81,16 @@ class Scale:
 
 FULL_SCALE = Scale(FULL, LENGTHS, RECALL_LENGTHS, LAYER_TOKENS)
 TINY_SCALE = Scale(TINY, TINY_LENGTHS, TINY_LENGTHS[-1:], 512)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One condition on documents [first, last)."""
+
+    condition: Condition
+    first: int
+    last: int
+
 
 started = time.perf_counter()
 
@@ -99,6 +119,10 @@ def main() -> None:
     options = parsed()
     scale = TINY_SCALE if options.tiny else FULL_SCALE
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ahead.share_cache()
+    if ahead.is_rehearsal():
+        rehearse(scale, device)
+        return
     about = tables.provenance(tables.command_of("language", sys.argv[1:]), options.commit)
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.model or options.keep or Path(scratch) / "model"
@@ -110,7 +134,7 @@ def main() -> None:
             corpus = start_corpus(options, folder, about)
             trainer.warm()
             say("compiled")
-        helpers = [] if device.type == "cpu" else ahead.start(geometries(scale))
+        helpers = [] if device.type == "cpu" else ahead.start("benchmarks.quality.language")
         if trainer is not None:
             trained(options, trainer, corpus, folder, about)
             del trainer
@@ -124,23 +148,32 @@ def main() -> None:
         except FAILURES:
             traceback.print_exc()
             chosen = []
-        conditions = [EXACT, *chosen, *recipes(device), *baselines()]
-        write_layers(model, text, scale, device, conditions, options.out, about)
-        measure(model, held, scale, device, conditions, options, about)
+        measure(model, held, text, scale, device, chosen, options, about)
 
 
-def geometries(scale: Scale) -> list[ahead.Geometry]:
-    """The calls that the measuring makes, and those of the demo pipeline, which may run beside."""
-    size, longest = scale.size, max(scale.lengths)
-    rows = {(max(1, min(PASS_TOKENS, longest) // length), length) for length in scale.lengths}
-    rows |= {(min(MOST_ROWS, longest // length), length) for length in scale.recall_lengths}
-    rows.add((1, scale.layer_tokens))
-    causal = [
-        ahead.Geometry(many, size.heads, size.kv_heads, length, size.head_dim, 1)
-        for many, length in sorted(rows)
+def rehearse(scale: Scale, device: torch.device) -> None:
+    """This process's share of the kernels that `main` calls after the training, on one layer with
+    random weights.
+    """
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = new_model(replace(scale.size, layers=1), device, dtype).eval()
+    longest = max(scale.lengths)
+    text = np.random.default_rng(0).integers(0, VOCABULARY, (1 + TURN) * longest).astype(np.uint16)
+    documents = documents_of(text[: TURN * longest], longest, device)
+    ids = torch.from_numpy(text[: scale.layer_tokens].astype(np.int64)).to(device)[None]
+    work: list[tuple[str, Callable[[], object]]] = [
+        ("calibration", lambda: calibrated(model, text, scale, device))
     ]
-    demo = [ahead.Geometry(count, 3, 3, 1056, 64, 0) for count in (120, 4)]
-    return [*demo, *causal]
+
+    def one(condition: Condition) -> None:
+        # The questions are asked in calls of the same sizes.
+        measured(model, condition, documents, 0, (), scale, device)
+        with torch.inference_mode():
+            run = partial(model.model, input_ids=ids, use_cache=False)
+            layers.rows(layers.captured(model, run, (1,)), [condition])
+
+    work += [(found.name, partial(one, found)) for found in (EXACT, *recipes(device), *baselines())]
+    ahead.rehearse(work)
 
 
 def start_corpus(
@@ -200,8 +233,9 @@ def documents_of(tokens: NDArray[np.uint16], length: int, device: torch.device) 
 
 
 def calibrated(model: Any, text: NDArray[np.uint16], scale: Scale, device: torch.device) -> Plan:
-    """The plan of a calibration on four rows of the training text, at the longest length."""
-    ids = documents_of(text[: 5 * scale.lengths[-1]], scale.lengths[-1], device)[:4]
+    """The plan of a calibration on a few rows of the training text, at the longest length."""
+    longest = max(scale.lengths)
+    ids = documents_of(text[: CALIBRATION_ROWS * longest], longest, device)
 
     def run() -> None:
         with torch.inference_mode():
@@ -211,6 +245,48 @@ def calibrated(model: Any, text: NDArray[np.uint16], scale: Scale, device: torch
     plan = sagepatch.calibrate(model, run=run, emulate=device.type == "cpu").plan()
     say("plan:", Condition("plan", "plan", plan).kernel(device))
     return plan
+
+
+def measured(
+    model: Any,
+    condition: Condition,
+    documents: Tensor,
+    first: int,
+    given: Sequence[Exam],
+    scale: Scale,
+    device: torch.device,
+) -> list[Record]:
+    """One condition on documents [n, longest], numbered from `first`, and on their questions."""
+    longest = PLAIN_LONGEST if is_plain(condition) else max(scale.lengths)
+    lengths = [length for length in scale.lengths if length <= longest]
+    with torch.inference_mode(), under(condition, model, device):
+        return [
+            *perplexity(condition.name, model, documents, first, lengths),
+            *recall(condition.name, model, [exam for exam in given if exam.length <= longest]),
+        ]
+
+
+def is_plain(condition: Condition) -> bool:
+    """Whether a condition is computed in plain torch, with all scores of a few rows in memory."""
+    return condition.name in (NAIVE_INT8, FP8_PER_TENSOR)
+
+
+def turns(plans: Sequence[Condition], device: torch.device, documents: int) -> list[Turn]:
+    """What is measured, in order: everything on the first documents, then more and more of them for
+    exact attention, the plan and the recipes of `FIRST`, with a few for the others.
+    """
+    found = recipes(device)
+    main = [EXACT, *plans, *(one for one in found if one.name in FIRST)]
+    kernels = [one for one in found if one.name not in FIRST]
+    kernels += [one for one in baselines() if not is_plain(one)]
+    plain = [one for one in baselines() if is_plain(one)]
+    order = []
+    for number, at in enumerate(range(0, documents, TURN)):
+        due = list(main)
+        due += kernels if number < OTHER_TURNS else []
+        due += plain if number < PLAIN_TURNS else []
+        order += [Turn(condition, at, min(at + TURN, documents)) for condition in due]
+    return order
 
 
 def write_layers(
@@ -234,45 +310,55 @@ def write_layers(
 def measure(
     model: Any,
     held: NDArray[np.uint16],
+    text: NDArray[np.uint16],
     scale: Scale,
     device: torch.device,
-    conditions: Sequence[Condition],
+    plans: Sequence[Condition],
     options: argparse.Namespace,
     about: dict[str, str],
 ) -> None:
-    """Rounds of documents until the time is up; what every condition has seen is written."""
-    documents = documents_of(held, max(scale.lengths), device)
+    """Turns until the time is up; what was measured is written after each round of documents."""
+    documents = documents_of(held, max(scale.lengths), device)[:MOST_DOCUMENTS]
     say(f"{len(documents)} held-out documents of {max(scale.lengths)} tokens")
+    order = turns(plans, device, len(documents))
+    conditions = [EXACT, *plans, *recipes(device), *baselines()]
     records: list[Record] = []
     failed: set[str] = set()
-    began = time.perf_counter()
-    ends = started + options.until if options.until else began + options.measure_seconds
-    last_round = 0.0
-    for first in range(0, len(documents), ROUND):
-        round_began = time.perf_counter()
-        if first and round_began + last_round > ends:
-            break
-        batch = documents[first : first + ROUND]
-        for condition in conditions:
-            if condition.name in failed:
+    took: dict[str, list[float]] = {}
+    ends = (
+        started + options.until
+        if options.until
+        else time.perf_counter() + (options.measure_seconds)
+    )
+    for first, due in itertools.groupby(order, key=lambda turn: turn.first):
+        batch = documents[first : first + TURN]
+        given = exams(batch, first, scale.recall_lengths)
+        for turn in due:
+            name = turn.condition.name
+            began = time.perf_counter()
+            # The first turn of a condition loads its kernels, the later ones take as long as ever.
+            late = began + min(took.get(name, [0.0])) > ends
+            if name in failed or late:
                 continue
             try:
-                with under(condition, model, device):
-                    fresh = perplexity(condition.name, model, batch, first, scale.lengths)
-                    fresh += recall(condition.name, model, batch, first, scale.recall_lengths)
+                records += measured(model, turn.condition, batch, first, given, scale, device)
             except FAILURES:
                 traceback.print_exc()
-                failed.add(condition.name)
-                print(f"{condition.name} failed and is left out", flush=True)
-            else:
-                records += fresh
-        records = [record for record in records if record.condition not in failed]
-        last_round = time.perf_counter() - round_began
-        say(f"{first + len(batch)} documents measured")
+                failed.add(name)
+                records = [record for record in records if record.condition != name]
+                print(f"{name} failed and is left out", flush=True)
+            took.setdefault(name, []).append(time.perf_counter() - began)
+        if not first:
+            say("a turn:", {name: round(times[0], 2) for name, times in took.items()})
+            write_layers(model, text, scale, device, conditions, options.out, about)
+            write_summary(records, conditions, device, options.out, about)
         # What a run that is cut off leaves.
         raw = [asdict(record) for record in records]
         tables.write(options.out / "language_records.csv", raw, {})
-    say("failed:", sorted(failed) or "nothing")
+        if time.perf_counter() > ends:
+            break
+    say(f"{first + len(batch)} documents; failed:", sorted(failed) or "nothing")
+    say("the last turn:", {name: round(times[-1], 2) for name, times in took.items()})
     write_summary(records, conditions, device, options.out, about)
 
 

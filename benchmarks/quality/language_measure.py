@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,10 @@ from benchmarks.quality.tasks import SLOT, Answer, questions
 
 # Rows of one forward pass hold together at most so many tokens.
 PASS_TOKENS = 32768
+# Every length of context is judged by the same last tokens of a document.
+JUDGED_TOKENS = 8192
 # Retrievals asked for in a row: so many, or a third of the room.
-PER_ROW, MOST_ROWS = 24, 4
+PER_ROW = 40
 # Logits of so many tokens at once.
 HEAD_TOKENS = 8192
 # Seeds of the questions differ by document and length.
@@ -75,24 +77,31 @@ def token_losses(model: Any, ids: Tensor) -> Tensor:
 
 
 def perplexity(
-    condition: str, model: Any, documents: Tensor, first: int, lengths: Sequence[int]
+    condition: str,
+    model: Any,
+    documents: Tensor,
+    first: int,
+    lengths: Sequence[int],
+    judged: int = JUDGED_TOKENS,
 ) -> list[Record]:
-    """Documents [n, longest], numbered from `first`, in rows of each length: the same tokens with
-    more and more of context.
+    """The loss of the last `judged` tokens of documents [n, longest], numbered from `first`, with
+    more and more of context: rows of each length up to `judged` that end with the document, or one
+    row of a longer length (the first token of a row is not predicted). Of the whole document also
+    by position.
     """
     found = []
     longest = documents.shape[1]
     for length in lengths:
-        rows = documents.reshape(-1, length)
+        span = min(max(length, judged), longest)
+        rows = documents[:, -span:].reshape(-1, length)
         step = max(1, PASS_TOKENS // length)
         losses = torch.cat(
             [token_losses(model, rows[at : at + step]) for at in range(0, len(rows), step)]
         )
-        by_document = losses.view(len(documents), -1).double().sum(1).tolist()
-        count = (longest // length) * (length - 1)
+        kept = losses[:, -judged:].reshape(len(documents), -1).double()
         found += [
-            Record(condition, "perplexity", length, 0, first + at, total, count)
-            for at, total in enumerate(by_document)
+            Record(condition, "perplexity", length, 0, first + at, total, kept.shape[1])
+            for at, total in enumerate(kept.sum(1).tolist())
         ]
         if length == longest:
             for start, end in bands(length):
@@ -124,36 +133,65 @@ def answered(model: Any, ids: Tensor, answers: Sequence[Answer]) -> list[tuple[i
     return found
 
 
-def recall(
-    condition: str, model: Any, documents: Tensor, first: int, lengths: Sequence[int]
-) -> list[Record]:
-    """Retrieval (whole answers) and copying (tokens) in documents [n, longest], numbered from
-    `first`; the questions depend on the document's number and the length alone.
+@dataclass(frozen=True, slots=True)
+class Exam:
+    """Questions in the last tokens of some documents: rows [R, S] of one length, `of_row[r]` the
+    number of the document that row r is from.
+    """
+
+    length: int
+    ids: Tensor
+    answers: tuple[Answer, ...]
+    of_row: tuple[int, ...]
+
+
+def exams(
+    documents: Tensor, first: int, lengths: Sequence[int], judged: int = JUDGED_TOKENS
+) -> list[Exam]:
+    """Retrieval and copying at each length in documents [n, longest], numbered from `first`; the
+    questions depend on the document's number and the length alone.
     """
     found = []
     for length in lengths:
-        rows = min(MOST_ROWS, documents.shape[1] // length)
+        many = max(1, min(judged, documents.shape[1]) // length)
+        asked = min(PER_ROW, length // SLOT // 3 - 1)
+        rows, answers, of_row = [], [], []
         for at, document in enumerate(documents.cpu()):
+            text = document[-many * length :].view(many, length)
             number = first + at
-            text = document[: rows * length].view(rows, length)
-            asked = min(PER_ROW, length // SLOT // 3 - 1)
-            ids, answers = questions(text, asked, number * LARGEST_LENGTH + length)
-            marks = answered(model, ids.to(documents.device), answers)
-            totals: dict[tuple[str, int], list[float]] = {}
-            for answer, (tokens, whole) in zip(answers, marks, strict=True):
+            ids, told = questions(text, asked, number * LARGEST_LENGTH + length)
+            answers += [replace(answer, row=answer.row + len(of_row)) for answer in told]
+            of_row += [number] * many
+            rows.append(ids)
+        ids = torch.cat(rows).to(documents.device)
+        found.append(Exam(length, ids, tuple(answers), tuple(of_row)))
+    return found
+
+
+def recall(condition: str, model: Any, given: Sequence[Exam]) -> list[Record]:
+    """Retrieval (whole answers) and copying (tokens), by document."""
+    found = []
+    for exam in given:
+        step = max(1, PASS_TOKENS // exam.length)
+        totals: dict[tuple[int, str, int], list[float]] = {}
+        for at in range(0, len(exam.ids), step):
+            part = [a for a in exam.answers if at <= a.row < at + step]
+            moved = [replace(answer, row=answer.row - at) for answer in part]
+            marks = answered(model, exam.ids[at : at + step], moved)
+            for answer, (tokens, whole) in zip(part, marks, strict=True):
                 if answer.task == "copy":
                     gained, of = float(tokens), answer.last - answer.first
                 else:
                     gained, of = float(whole), 1
-                band = next(end for _, end in bands(length) if answer.distance <= end)
+                band = next(end for _, end in bands(exam.length) if answer.distance <= end)
                 for key in ((answer.task, 0), (answer.task, band)):
-                    entry = totals.setdefault(key, [0.0, 0])
+                    entry = totals.setdefault((exam.of_row[answer.row], *key), [0.0, 0])
                     entry[0] += gained
                     entry[1] += of
-            found += [
-                Record(condition, task, length, band, number, total, int(count))
-                for (task, band), (total, count) in totals.items()
-            ]
+        found += [
+            Record(condition, task, exam.length, band, number, total, int(count))
+            for (number, task, band), (total, count) in totals.items()
+        ]
     return found
 
 

@@ -36,10 +36,11 @@ class Size:
     kv_heads: int = 2
     head_dim: int = 64
     stages: tuple[tuple[float, int], ...] = (
-        (0.35, 512),
-        (0.30, 2048),
-        (0.20, 8192),
-        (0.15, LONGEST),
+        (0.24, 512),
+        (0.22, 2048),
+        (0.18, 8192),
+        (0.14, 16384),
+        (0.22, LONGEST),
     )
     step_tokens: int = 16384
 
@@ -49,9 +50,10 @@ FULL = Size()
 TINY = Size(64, 128, 2, 2, 1, 32, ((0.5, 512), (0.5, 4096)), 2048)
 
 MUON_RATE, ADAM_RATE = 4e-3, 2e-3
-WARM_STEPS, FLAT = 60, 0.45
+# The rate stays high for most of the time: each longer context is to be learnt anew.
+WARM_STEPS, FLAT = 60, 0.7
 # One item a so many tokens of a training row, and the share of rows that have any.
-TOKENS_AN_ITEM, SHARE_WITH_ITEMS, MOST_ITEMS = 120, 0.8, 64
+TOKENS_AN_ITEM, SHARE_WITH_ITEMS, MOST_ITEMS = 120, 0.8, 160
 
 
 def new_model(size: Size, device: torch.device, dtype: torch.dtype) -> Any:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.quality import language_measure, language_model, tasks
+from benchmarks.quality import language, language_measure, language_model, tasks
 
 SIZE = dataclasses.replace(
     language_model.TINY, heads=4, kv_heads=2, head_dim=16, stages=((1.0, 160),), step_tokens=320
@@ -76,6 +76,27 @@ def test_records_add_up_to_all_losses(trainer: language_model.Trainer) -> None:
     assert {r.count for r in records if r.length == 640} == {2 * 639}
 
 
+def test_every_length_is_judged_by_the_same_last_tokens(trainer: language_model.Trainer) -> None:
+    document = torch.randint(0, 4096, (2, 320), generator=torch.Generator().manual_seed(1))
+    lengths = (40, 80, 160, 320)
+    records = language_measure.perplexity("exact", trainer.model, document, 0, lengths, 80)
+    losses = language_measure.token_losses(trainer.model, document[:, -160:]).double()
+    found = {(r.length, r.document): r for r in records if r.measure == "perplexity"}
+    assert {length: found[length, 1].count for length in lengths} == {
+        40: 78,
+        80: 79,
+        160: 80,
+        320: 80,
+    }
+    torch.testing.assert_close(found[160, 1].total, float(losses[1, -80:].sum()), rtol=1e-6, atol=0)
+    alone = language_measure.token_losses(trainer.model, document[1:, -40:]).double()
+    first = language_measure.token_losses(trainer.model, document[1:, -80:-40]).double()
+    wanted = float(alone.sum() + first.sum())
+    torch.testing.assert_close(found[40, 1].total, wanted, rtol=1e-6, atol=0)
+    (span,) = (r for r in records if r.measure == "position" and r.document == 0)
+    assert (span.band, span.count) == (320, 319)
+
+
 class Oracle:
     """Answers by looking for what stood before the question: the task as a rule."""
 
@@ -115,6 +136,42 @@ def test_questions_can_be_answered_from_what_stood_before() -> None:
     wrong = ids.clone()
     wrong[answers[-1].row, answers[-1].first] = 0
     assert language_measure.answered(Oracle(ids, answers), wrong, answers[-1:]) == [(3, False)]
+
+
+def test_marks_go_to_the_documents_that_were_asked(trainer: language_model.Trainer) -> None:
+    documents = torch.randint(900, 4096, (3, 1920), generator=torch.Generator().manual_seed(4))
+    given = language_measure.exams(documents, 5, (960, 1920), judged=1920)
+    assert [exam.of_row for exam in given] == [(5, 5, 6, 6, 7, 7), (5, 6, 7)]
+    # Two documents at once ask what each alone asks.
+    (alone,) = language_measure.exams(documents[1:2], 6, (960,), judged=1920)
+    assert torch.equal(alone.ids, given[0].ids[2:4])
+    for exam in given:
+        answers = list(exam.answers)
+        oracle = Oracle(exam.ids, answers)
+        spoilt = next(a for a in answers if a.task == "retrieval" and exam.of_row[a.row] == 6)
+        oracle.wanted[spoilt.row, spoilt.first] = 0
+        records = language_measure.recall("exact", oracle, [exam])
+        whole = {(r.measure, r.document): r for r in records if not r.band}
+        asked = len(answers) // 3 // (len(exam.of_row) // 3) - 1
+        rows = len(exam.of_row) // 3
+        assert [whole["retrieval", d].count for d in (5, 6, 7)] == [asked * rows] * 3
+        assert [whole["retrieval", d].total for d in (5, 6, 7)] == [
+            asked * rows - (d == 6) for d in (5, 6, 7)
+        ]
+        assert whole["copy", 7].total == whole["copy", 7].count == tasks.COPY_TOKENS * rows
+
+
+def test_what_matters_most_is_measured_on_the_most_documents() -> None:
+    order = language.turns([], torch.device("cpu"), 9)
+    seen: dict[str, list[int]] = {}
+    for turn in order:
+        seen.setdefault(turn.condition.name, []).extend(range(turn.first, turn.last))
+    assert seen["exact"] == seen["sage2_8"] == list(range(9))
+    assert seen["sage1_b_f32"] == seen["sage2_8 without K smoothing"] == list(range(6))
+    assert seen["naive INT8"] == list(range(4))
+    # A turn that the time cuts off takes nothing from the rounds before it.
+    firsts = [turn.first for turn in order]
+    assert firsts == sorted(firsts)
 
 
 def test_questions_are_asked_at_the_end_and_reach_all_depths() -> None:
