@@ -11,7 +11,18 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "sagepatch"
 ORDER = (
-    *("errors", "spec", "numerics", "variant", "env", "plan", "backends", "ledger", "dispatch"),
+    *(
+        "errors",
+        "bounded",
+        "spec",
+        "numerics",
+        "variant",
+        "env",
+        "plan",
+        "backends",
+        "ledger",
+        "dispatch",
+    ),
     *(
         "schedule",
         "layer",

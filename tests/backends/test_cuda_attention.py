@@ -14,6 +14,7 @@ pytest.importorskip("cuda.bindings.nvrtc")
 from attention_calls import poison
 from cuda_support import DEVICE, check, dims, every_recipe, is_shared, make, needs_hopper
 
+from sagepatch.backends import prepared
 from sagepatch.backends.cuda import attention, attention_tiles
 from sagepatch.numerics.attention import emulate
 from sagepatch.numerics.exact import exact
@@ -53,7 +54,7 @@ def test_blocks_that_several_share(recipe, dim, shape, monkeypatch):
     if not attention_tiles.pick(recipe, dim, dim).shares:
         pytest.skip("not shared at this size")
     monkeypatch.setattr(attention, "splits", lambda *facts: True)
-    monkeypatch.setattr(attention, "_READY", {})
+    monkeypatch.setattr(prepared, "_PREPARED", {})
     attention.launch_of.cache_clear()
     check(make((*shape, dim)), recipe, shared=True)
     attention.launch_of.cache_clear()
@@ -80,7 +81,7 @@ def test_other_ways_to_run_a_tile(recipe, dim, way, monkeypatch):
     other = replace(tile, **WAYS[way])
     monkeypatch.setattr(attention_tiles, "pick", lambda *facts: other)
     monkeypatch.setattr(attention, "pick", lambda *facts: other)
-    monkeypatch.setattr(attention, "_READY", {})
+    monkeypatch.setattr(prepared, "_PREPARED", {})
     attention_tiles.instance.cache_clear()
     attention.launch_of.cache_clear()
     for shape in ((2, 4, 2, 333, 700, dim), (1, 1, 1, 1000, 4111, dim)):

@@ -15,6 +15,7 @@ driver = pytest.importorskip("cuda.bindings.driver")
 from sagepatch.backends.cuda import attention, build, launch  # noqa: E402
 from sagepatch.backends.cuda.launch import Kernel, Layout  # noqa: E402
 from sagepatch.backends.cuda.positions import positions  # noqa: E402
+from sagepatch.backends.prepared import kind_of  # noqa: E402
 from sagepatch.numerics.recipe import RECIPES  # noqa: E402
 from sagepatch.spec import Call  # noqa: E402
 
@@ -58,7 +59,7 @@ def launched(monkeypatch):
         return (driver.CUresult.CUDA_SUCCESS,)
 
     monkeypatch.setattr(driver, "cuLaunchKernelEx", fake)
-    monkeypatch.setattr(launch, "_enter", lambda device: None)
+    monkeypatch.setattr(launch, "enter", lambda device: None)
     monkeypatch.setattr(
         torch._C, "_cuda_getCurrentRawStream", lambda device: 64 + device, raising=False
     )
@@ -290,4 +291,4 @@ def test_a_call_kind_tells_apart_what_a_tensor_map_of_q_needs():
     first, second = call_at(0, 1), call_at(1, 0)
     assert attention.raw_strides(first, recipe) is not None
     assert attention.raw_strides(second, recipe) is None
-    assert attention._kind(first, recipe) != attention._kind(second, recipe)
+    assert kind_of(first) != kind_of(second)

@@ -6,18 +6,33 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from sagepatch.backends.chain import Argument, Chain, Link, Moving, MovingMap, filled
 from sagepatch.backends.cuda.attention_tiles import HALF_PANEL, Options, instance, pick
 from sagepatch.backends.cuda.build import Program
 from sagepatch.backends.cuda.launch import Kernel, load, tensor_map
 from sagepatch.backends.cuda.positions import positions
-from sagepatch.backends.cuda.prepass import MOST_PARTS, Codes, Plan, plan_of
+from sagepatch.backends.cuda.prepass import ALIGNMENT, MOST_PARTS, Codes, Plan, plan_of
 from sagepatch.backends.cuda.prepass_form import PAD, QK_PAD, V_PAD, form_of
+from sagepatch.backends.prepared import (
+    CU_K,
+    CU_Q,
+    FACTOR,
+    LSE,
+    OUT,
+    SCRATCH,
+    VALUES,
+    Prepared,
+    Q,
+    again,
+    serve,
+    values_of,
+)
 from sagepatch.numerics.prepass import LOG2E
 from sagepatch.numerics.recipe import Recipe
 from sagepatch.spec import Call
@@ -28,29 +43,25 @@ SECTION_BYTES = 32 << 20
 SIGNATURE = "TTT" + "P" * 13 + "qqq" + "i" * 18 + "f"
 KEY_TILES_SIGNATURE = "PPPii"
 KEY_TILES_THREADS = 1024
-# Sets of tensor maps that one launch remembers.
-MOST_MAPS = 64
 # What attention can make codes of, and what a tensor map asks of addresses and strides.
 RAW_DTYPES = (torch.float16, torch.bfloat16)
 MAP_BYTES = 16
-# Kinds of call that are remembered; past it all are forgotten.
-MOST_READY = 1024
 
 
 class Operands(NamedTuple):
-    """Addresses of what the pre-pass leaves, 0 for what it does not; prepass.Codes says what is
-    there.
+    """Where what the pre-pass leaves lies, as addresses or as places that move with a call; 0 for
+    what it does not leave. prepass.Codes says what is there.
     """
 
-    q8: int  # or q itself, where the attention makes its codes
-    k8: int
-    values: int  # vt8 or v16
-    q_scale_log2: int
-    k_scale: int
-    v_scale: int
-    shift_log2: int
-    key_bits: int
-    ready: int  # zeros, one a part of a shared block and warpgroup
+    q8: int | Moving  # or q itself, where the attention makes its codes
+    k8: int | Moving
+    values: int | Moving  # vt8 or v16
+    q_scale_log2: int | Moving
+    k_scale: int | Moving
+    v_scale: int | Moving
+    shift_log2: int | Moving
+    key_bits: int | Moving
+    ready: int | Moving  # zeros, one a part of a shared block and warpgroup
 
     @classmethod
     def of(cls, codes: Codes) -> Operands:
@@ -62,39 +73,13 @@ class Operands(NamedTuple):
         )
         return cls._make([*(0 if t is None else t.data_ptr() for t in tensors), 0])
 
-
-class Offsets(NamedTuple):
-    """Where the operands lie in the scratch memory of the pre-pass, None for what it has not."""
-
-    q8: int | None
-    k8: int | None
-    values: int | None
-    q_scale_log2: int | None
-    k_scale: int | None
-    v_scale: int | None
-    shift_log2: int | None
-    key_bits: int | None
-    ready: int | None
-
     @classmethod
-    def of(cls, prepared: Plan) -> Offsets:
-        """As a plan of the pre-pass lays them out."""
-        find = prepared.offsets.get
-        return cls(
-            find("q8"),
-            find("k8"),
-            find("vt8", find("v16")),
-            find("q_scale_log2"),
-            find("k_scale"),
-            find("v_scale"),
-            find("shift_log2"),
-            find("key_bits"),
-            find("ready"),
-        )
-
-    def at(self, scratch: int) -> Operands:
-        """Addresses, for scratch memory at `scratch`."""
-        return Operands._make([0 if at is None else scratch + at for at in self])
+    def in_scratch(cls, plan: Plan) -> Operands:
+        """Places in the scratch memory, as a plan of the pre-pass lays them out."""
+        values = "vt8" if "vt8" in plan.offsets else "v16"
+        names = (values if name == "values" else name for name in cls._fields)
+        found = (plan.offsets.get(name) for name in names)
+        return cls._make([0 if at is None else Moving(SCRATCH, at) for at in found])
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +185,15 @@ class Launch:
             members,
             *(padded // 64, self.tiles, self.words, share, rest, pieces, 0),
         )
-        self.part_floats = self.grid * (made.value // 2 + 4) * 128 * tile.warpgroups
+        # Scratch memory of its own, and where in it: numbers of live tiles and how many for a key
+        # mask, parts of blocks of queries that several share.
+        rows = B if self.key_tiles is not None else 0
+        part_floats = self.grid * (made.value // 2 + 4) * 128 * tile.warpgroups
+        self.own_places: list[int | None] = []
+        self.scratch_bytes = 0
+        for words in (rows * self.tiles, rows * 2, part_floats if self.split else 0):
+            self.own_places.append(self.scratch_bytes if words else None)
+            self.scratch_bytes += -(-4 * words // ALIGNMENT) * ALIGNMENT
         # Tensor maps: dtype, shape, strides, box, bytes of the swizzle.
         swizzle = made.row_bytes
         keys = 64 if tile.block_n % 128 else 128
@@ -216,51 +209,71 @@ class Launch:
                 torch.float8_e4m3fn, (B * Hkv, value, padded), (1, made.value, keys), keys
             ),
         )
-        self._encoded: dict[tuple[int, int, int], tuple[bytes, ...]] = {}
 
     def __call__(self, call: Call, operands: Operands, out: Tensor, lse: Tensor | None) -> None:
         """Launch on the current stream of the device of `out`, which must be the current one."""
         device = self.shape.device
-        listed = counts = parts = None
+        own = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=out.device)
+        values = values_of(
+            call,
+            out=out.data_ptr(),
+            lse=0 if lse is None else lse.data_ptr(),
+            scratch=own.data_ptr(),
+            factor=call.scale * LOG2E,
+        )
+        for kernel, blocks, args in self._launches(operands, 0):
+            kernel(device, blocks, *filled(args, values))
+
+    def links(self, operands: Operands, own: int) -> list[Link]:
+        """The launches for a chain of a call's own, whose scratch memory has `scratch_bytes` free
+        from `own` on.
+        """
+        if self.shape.raw_q is not None:
+            operands = operands._replace(q8=Moving(Q))
+        return [kernel.link(blocks, args) for kernel, blocks, args in self._launches(operands, own)]
+
+    def _launches(
+        self, operands: Operands, own: int
+    ) -> list[tuple[Kernel, int, tuple[Argument, ...]]]:
+        """Kernel, blocks and arguments of each launch; operands are addresses, or places."""
+        listed, counts, parts = (
+            0 if at is None else Moving(SCRATCH, own + at) for at in self.own_places
+        )
+        found: list[tuple[Kernel, int, tuple[Argument, ...]]] = []
         if self.key_tiles is not None:
-            B = self.shape.q[0]
-            listed = torch.empty((B, self.tiles), dtype=torch.int32, device=out.device)
-            counts = torch.empty((B, 2), dtype=torch.int32, device=out.device)
-            at = (operands.key_bits, listed.data_ptr(), counts.data_ptr())
-            self.key_tiles(device, B, *at, self.tiles, self.words)
-        if self.split:
-            parts = torch.empty(self.part_floats, dtype=torch.float32, device=out.device)
-        cu_q, cu_kv = call.cu_seqlens_q, call.cu_seqlens_kv
-        self.kernel(
-            device,
-            self.grid,
+            lists = (operands.key_bits, listed, counts, self.tiles, self.words)
+            found.append((self.key_tiles, self.shape.q[0], lists))
+        packed = self.shape.members is not None
+        args = (
             *self._maps(operands),
             *operands[3:7],
-            0 if cu_q is None else cu_q.data_ptr(),
-            0 if cu_kv is None else cu_kv.data_ptr(),
-            0 if listed is None else listed.data_ptr(),
-            0 if counts is None else counts.data_ptr(),
+            *((Moving(CU_Q), Moving(CU_K)) if packed else (0, 0)),
+            listed,
+            counts,
             operands.key_bits,
-            out.data_ptr(),
-            0 if lse is None else lse.data_ptr(),
-            0 if parts is None else parts.data_ptr(),
+            Moving(OUT),
+            Moving(LSE),
+            parts,
             operands.ready,
             *self.numbers,
-            call.scale * LOG2E,
+            Moving(FACTOR),
         )
+        return [*found, (self.kernel, self.grid, args)]
 
-    def _maps(self, operands: Operands) -> tuple[bytes, ...]:
-        """Tensor maps of Q, K and V, remembered: an allocator gives the same addresses again."""
-        key = operands[:3]
-        found = self._encoded.get(key)
-        if found is None:
-            if len(self._encoded) >= MOST_MAPS:
-                self._encoded.clear()
-            found = self._encoded[key] = tuple(
-                tensor_map(at, dtype, shape, strides, box, swizzle, 256)
-                for at, (dtype, shape, strides, box, swizzle) in zip(key, self.maps, strict=True)
-            )
-        return found
+    def _maps(self, operands: Operands) -> list[Argument]:
+        """Tensor maps of Q, K and V."""
+        made: list[Argument] = []
+        for at, (dtype, shape, strides, box, swizzle) in zip(operands, self.maps, strict=False):
+            form = (dtype, shape, strides, box, swizzle, 256)
+            if isinstance(at, Moving):
+                made.append(MovingMap(at.value, at.offset, partial(_encoded, form)))
+            else:
+                made.append(tensor_map(at, *form))
+        return made
+
+
+def _encoded(form: tuple[Any, ...], pointer: int) -> bytes:
+    return tensor_map(pointer, *form)
 
 
 def _packed(
@@ -315,67 +328,25 @@ def run(call: Call, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
     Output [B, Hq, Sq, Dv] in v's dtype and the order that the call asks for, and the natural
     log-sum-exp [B, Hq, Sq] fp32 where it asks for one. A query that sees no key gives 0 and -inf.
     """
-    out = call.empty_out()
-    lse = call.empty_lse() if call.return_lse else None
-    if out.numel() == 0:
-        return out, lse
-    if call.k.shape[2] == 0:
-        return out.zero_(), None if lse is None else lse.fill_(-math.inf)
-    if out.device.index != torch.cuda.current_device():
-        with torch.cuda.device(out.device):
-            _run(call, recipe, out, lse)
-    else:
-        _run(call, recipe, out, lse)
-    return out, lse
+    if 0 in call.q.shape or 0 in call.v.shape:
+        out = call.empty_out().zero_()
+        return out, call.empty_lse().fill_(-math.inf) if call.return_lse else None
+    return serve(_begin, call, recipe)
 
 
-class Ready(NamedTuple):
-    """What a call of a known kind needs; `recipe` is held so that its id stays its own."""
-
-    recipe: Recipe
-    prepared: Plan
-    launch: Launch
-    offsets: Offsets
-
-
-_READY: dict[tuple[Any, ...], Ready] = {}
-
-
-def _kind(call: Call, recipe: Recipe) -> tuple[Any, ...]:
-    """Everything that a launch depends on, but for addresses, as cheaply as Python allows: hashing
-    a recipe costs more than all of this.
-    """
-    q, k, v, mask = call.q, call.k, call.v, call.attn_mask
-    members = call.cu_seqlens_kv
-    return (
-        *(id(recipe), q.device.index, q.shape, k.shape, v.shape[3]),
-        *(q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype),
-        (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0,
-        q.data_ptr() % MAP_BYTES == 0,
-        *(call.causal_offset, call.window, call.bshd_out, call.return_lse),
-        None if mask is None else (mask.shape, mask.stride()),
-        None if members is None else members.numel(),
-    )
-
-
-def _run(call: Call, recipe: Recipe, out: Tensor, lse: Tensor | None) -> None:
-    kind = _kind(call, recipe)
-    ready = _READY.get(kind)
-    if ready is None:
-        raw_q = raw_strides(call, recipe)
-        prepared = plan_of(form_of(call, recipe, raw_q=raw_q is not None))
-        launch = launch_of(Shape.of(call, recipe, out, raw_q))
-        ready = Ready(recipe, prepared, launch, Offsets.of(prepared))
-        if len(_READY) >= MOST_READY:
-            _READY.clear()
-        _READY[kind] = ready
-    scratch = torch.empty(ready.prepared.scratch_bytes, dtype=torch.uint8, device=out.device)
-    address = scratch.data_ptr()
-    ready.prepared.launch(call, address)
-    operands = ready.offsets.at(address)
-    if ready.launch.shape.raw_q is not None:
-        operands = operands._replace(q8=call.q.data_ptr())
-    ready.launch(call, operands, out, lse)
+def _begin(
+    call: Call, recipe: Recipe, flags: Tensor | None
+) -> tuple[Tensor, Tensor | None, Prepared]:
+    """The first call of a kind."""
+    raw_q = raw_strides(call, recipe)
+    with torch.cuda.device(call.q.device):
+        prepass = plan_of(form_of(call, recipe, raw_q=raw_q is not None))
+        launch = launch_of(Shape.of(call, recipe, call.empty_out(), raw_q))
+        own = prepass.scratch_bytes
+        links = (*prepass.links(), *launch.links(Operands.in_scratch(prepass), own))
+        chain, scratch_bytes = Chain(links, VALUES), own + launch.scratch_bytes
+        prepared = Prepared(chain, scratch_bytes, call, recipe, LOG2E)
+        return *again(prepared, call, flags), prepared
 
 
 def attend(call: Call, recipe: Recipe, codes: Codes, out: Tensor, lse: Tensor | None) -> None:

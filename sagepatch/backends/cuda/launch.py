@@ -5,7 +5,6 @@ arithmetic.
 from __future__ import annotations
 
 import ctypes
-import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,27 +13,17 @@ from typing import Any
 
 import torch
 
+from sagepatch.backends.chain import Argument, Link
 from sagepatch.backends.cuda.build import Program, nvrtc_version
 from sagepatch.backends.cuda.build import missing as missing_compiler
 from sagepatch.backends.cuda.cache import kept
+from sagepatch.backends.driver import enter
+from sagepatch.backends.parameters import MAP_ALIGNMENT, Layout
 
-# A parameter in a signature: its size, and its format for struct.
-POINTER, INT, LONG, FLOAT, MAP = "P", "i", "q", "f", "T"
-_FORMATS = {
-    POINTER: (8, "Q"),
-    INT: (4, "i"),
-    LONG: (8, "q"),
-    FLOAT: (4, "f"),
-    MAP: (128, "128s"),
-}
-# What the driver asks of a tensor map in memory, and C of a structure that holds 8-byte members.
-_MAP_ALIGNMENT = 64
-_STRUCTURE_ALIGNMENT = 8
 # Shared memory that a kernel has without asking for more.
 _PLAIN_SHARED_BYTES = 48 << 10
 _MOST_MAPS = 8192
 
-_THREAD = threading.local()
 # What `_loaded` gave, and a lock a program: several are compiled at once, none twice.
 _LIBRARIES: dict[Program, tuple[Any, dict[str, tuple[int, ...]]]] = {}
 _LOADING: dict[Program, threading.Lock] = {}
@@ -72,46 +61,6 @@ def driver_version() -> tuple[int, int] | None:
         # cuda-bindings raises RuntimeError, or a subclass of it, where the library is not found.
         return None
     return None if int(status) else (version // 1000, version % 1000 // 10)
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Where each parameter lies in the block of memory that a launch reads."""
-
-    packer: struct.Struct
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @classmethod
-    def of(cls, signature: str) -> Layout:
-        """From one letter a parameter: P pointer, i int32, q int64, f float, T tensor map; letters
-        in braces are the members of one parameter that is a structure, of 8-byte alignment.
-
-        >>> Layout.of("Pi{if}T").offsets
-        (0, 8, 16, 64)
-        """
-        at, form, offsets, sizes = 0, "<", [], []
-        inside = False
-        for letter in signature:
-            if letter in "{}":
-                inside = letter == "{"
-                gap = -at % _STRUCTURE_ALIGNMENT
-                form += f"{gap}x"
-                at += gap
-                if inside:
-                    offsets.append(at)
-                else:
-                    sizes.append(at - offsets[-1])
-                continue
-            size, code = _FORMATS[letter]
-            gap = -at % (_MAP_ALIGNMENT if letter == MAP else size)
-            form += f"{gap}x{code}"
-            at += gap
-            if not inside:
-                offsets.append(at)
-                sizes.append(size)
-            at += size
-        return cls(struct.Struct(form), tuple(offsets), tuple(sizes))
 
 
 @dataclass(slots=True)
@@ -157,7 +106,7 @@ class Kernel:
             frame = self._frames.frame = self._new_frame()
         if device not in self._devices:
             self._prepare(device)
-        _enter(device)
+        enter(device)
         self.layout.packer.pack_into(frame.memory, frame.start, *args)
         config = frame.config
         config.gridDimX = blocks
@@ -167,11 +116,28 @@ class Kernel:
         if status != driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"kernel {self.name} with {blocks} blocks: {_text(status)}")
 
+    def link(self, blocks: int, args: Sequence[Argument]) -> Link:
+        """This launch as a link of a chain on the current device."""
+        device = torch.cuda.current_device()
+        if device not in self._devices:
+            self._prepare(device)
+        return Link(
+            self.name,
+            int(self.function),
+            blocks,
+            self.threads,
+            self.shared_bytes,
+            self.layout,
+            tuple(args),
+            self.programmatic,
+            self,
+        )
+
     def _new_frame(self) -> _Frame:
         from cuda.bindings import driver
 
-        memory = ctypes.create_string_buffer(self.layout.packer.size + _MAP_ALIGNMENT)
-        start = -ctypes.addressof(memory) % _MAP_ALIGNMENT
+        memory = ctypes.create_string_buffer(self.layout.packer.size + MAP_ALIGNMENT)
+        start = -ctypes.addressof(memory) % MAP_ALIGNMENT
         first = ctypes.addressof(memory) + start
         pointers = (ctypes.c_void_p * len(self.layout.offsets))(
             *(first + offset for offset in self.layout.offsets)
@@ -194,7 +160,7 @@ class Kernel:
         """Once a device: ask for the dynamic shared memory."""
         from cuda.bindings import driver
 
-        _enter(device)
+        enter(device)
         if self.shared_bytes > _PLAIN_SHARED_BYTES:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             (number,) = _values(driver.cuDeviceGet(device))
@@ -323,21 +289,6 @@ def tensor_map(
             f"{_text(status)}"
         )
     return ctypes.string_at(made.getPtr(), 128)
-
-
-def _enter(device: int) -> None:
-    """Give a thread that has never used CUDA the context that torch made for `device`."""
-    if getattr(_THREAD, "entered", False):
-        return
-    from cuda.bindings import driver
-
-    _values(driver.cuInit(0))
-    (current,) = _values(driver.cuCtxGetCurrent())
-    if int(current) == 0:
-        (number,) = _values(driver.cuDeviceGet(device))
-        (context,) = _values(driver.cuDevicePrimaryCtxRetain(number))
-        _values(driver.cuCtxSetCurrent(context))
-    _THREAD.entered = True
 
 
 def _values(answer: Sequence[Any]) -> Sequence[Any]:

@@ -4,7 +4,7 @@ tensors of any strides. No attention in here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -12,6 +12,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from sagepatch.backends import prepared
+from sagepatch.backends.chain import Argument, Link, Moving, filled
 from sagepatch.backends.cuda.build import Program
 from sagepatch.backends.cuda.launch import Kernel, load
 from sagepatch.backends.cuda.prepass_form import (
@@ -25,6 +27,7 @@ from sagepatch.backends.cuda.prepass_form import (
     qk_columns,
     refusal,
 )
+from sagepatch.backends.prepared import values_of
 from sagepatch.errors import InvalidArgument
 from sagepatch.numerics.prepass import LOG2E
 from sagepatch.numerics.recipe import CODE_DTYPE, RECIPES, Recipe
@@ -103,15 +106,23 @@ def prepare(call: Call, recipe: Recipe) -> Codes:
     return plan.codes(scratch)
 
 
-# A pointer of the call, or an offset into the scratch memory; numbers are passed as they are.
-_FROM_CALL = ("q", "k", "v", "seen", "cu_q", "cu_k", "factor")
+# What a call brings: numbers in a list of arguments are passed as they are.
+_FROM_CALL = {
+    "q": Moving(prepared.Q),
+    "k": Moving(prepared.K),
+    "v": Moving(prepared.V),
+    "seen": Moving(prepared.MASK),
+    "cu_q": Moving(prepared.CU_Q),
+    "cu_k": Moving(prepared.CU_K),
+    "factor": Moving(prepared.FACTOR),
+}
 _STRIDES, _MASK, _SIZES = "{qqqq}", "{PqqPP}", "{" + "i" * 28 + "}"
 # What Q becomes; with smoothed Q one place more.
 _Q_OUT, _Q_OUT_SMOOTH = "{PPPf}", "{PPPfP}"
 QUERIES = "P" + _STRIDES + _MASK + _SIZES + _Q_OUT + "Pi"
 KEYS_AND_VALUES = "PPP" + 3 * _STRIDES + _MASK + _SIZES + _Q_OUT + "{PP}P{" + "P" * 10 + "f}"
 # Of torch's allocator, and what TMA asks of a tensor: 16 bytes; whole lines for the rest.
-_ALIGNMENT = 256
+ALIGNMENT = 256
 # Bytes that one block of threads reduces at least, and parts of a head at most.
 CHUNK_BYTES = 64 << 10
 MOST_CHUNKS = 64
@@ -194,7 +205,7 @@ class Plan:
             if tensor is not None:
                 self.offsets[name] = at
                 dtype, shape = tensor
-                at += -(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+                at += -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
                 self.strides[name] = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
         self.scratch_bytes = at
         q_work = B * Hq * q_blocks
@@ -215,20 +226,20 @@ class Plan:
             )
         ]
         self.program = Program("prepass.cu", macros(form, strides), form.target)
-        mask: list[Wanted] = ["seen", *(form.seen_strides or (0, 0)), "cu_q", "cu_k"]
+        mask: list[int | float | str] = ["seen", *(form.seen_strides or (0, 0)), "cu_q", "cu_k"]
         by = (Hq, Hkv, chunks, q_blocks, chunk_units, block_units, chunk_units + block_units)
-        sizes: list[Wanted] = [
+        sizes: list[int | float | str] = [
             *(self.groups, Hq // Hkv, Sq, Skv, self.kv_pad, rows, ahead),
             *(number for n in by for number in divisor(n)),
         ]
-        q_out: list[Wanted] = ["+q8", "+q_scale_log2", "+shift_log2", "factor"]
+        q_out: list[int | float | str] = ["+q8", "+q_scale_log2", "+shift_log2", "factor"]
         if recipe.smooth_q:
             q_out.append("+q_mean_log2")
-        self.queries_fill = _filler(
+        self.queries_args = _moving(
             self.offsets,
             ["q", *strides[0], *mask, *sizes, *q_out, "+progress", zeros],
         )
-        self.keys_fill = _filler(
+        self.keys_args = _moving(
             self.offsets,
             [
                 *("q", "k", "v"),
@@ -266,18 +277,17 @@ class Plan:
         """
         queries, keys_and_values = self.kernels
         device = call.q.device.index
-        mask, cu_q, cu_k = call.attn_mask, call.cu_seqlens_q, call.cu_seqlens_kv
-        given = (
-            call.q.data_ptr(),
-            call.k.data_ptr(),
-            call.v.data_ptr(),
-            0 if mask is None else mask.data_ptr(),
-            0 if cu_q is None else cu_q.data_ptr(),
-            0 if cu_k is None else cu_k.data_ptr(),
-            call.scale * LOG2E,
+        values = values_of(call, scratch=scratch, factor=call.scale * LOG2E)
+        queries(device, self.queries_blocks, *filled(self.queries_args, values))
+        keys_and_values(device, self.keys_blocks, *filled(self.keys_args, values))
+
+    def links(self) -> tuple[Link, Link]:
+        """The two launches for a chain of a call's own."""
+        queries, keys_and_values = self.kernels
+        return (
+            queries.link(self.queries_blocks, self.queries_args),
+            keys_and_values.link(self.keys_blocks, self.keys_args),
         )
-        queries(device, self.queries_blocks, *self.queries_fill(given, scratch))
-        keys_and_values(device, self.keys_blocks, *self.keys_fill(given, scratch))
 
     def codes(self, scratch: Tensor) -> Codes:
         """The scratch memory as tensors."""
@@ -348,33 +358,17 @@ def divisor(by: int) -> tuple[int, int, int]:
     return by, multiplier - (1 << 32 if multiplier >= 1 << 31 else 0), shift
 
 
-Given = tuple[int | float, ...]
-Wanted = int | float | str
-
-
-def _filler(
-    offsets: dict[str, int], wanted: list[Wanted]
-) -> Callable[[Given, int], list[int | float]]:
-    """A function from what a call brings and the scratch address to the arguments of a launch.
-    Words name what the call brings; with a plus, a place in the scratch memory (0 if it has none).
+def _moving(offsets: dict[str, int], wanted: list[int | float | str]) -> tuple[Argument, ...]:
+    """The arguments of a launch. Words name what the call brings; with a plus, a place in the
+    scratch memory (0 if it has none).
     """
-    template: list[int | float] = []
-    from_call: list[tuple[int, int]] = []
-    from_scratch: list[tuple[int, int]] = []
-    for position, value in enumerate(wanted):
-        template.append(0 if isinstance(value, str) else value)
-        if isinstance(value, str) and value.startswith("+"):
-            if value[1:] in offsets:
-                from_scratch.append((position, offsets[value[1:]]))
-        elif isinstance(value, str):
-            from_call.append((position, _FROM_CALL.index(value)))
-
-    def fill(given: Given, scratch: int) -> list[int | float]:
-        args = template.copy()
-        for position, index in from_call:
-            args[position] = given[index]
-        for position, offset in from_scratch:
-            args[position] = scratch + offset
-        return args
-
-    return fill
+    found: list[Argument] = []
+    for value in wanted:
+        if not isinstance(value, str):
+            found.append(value)
+        elif not value.startswith("+"):
+            found.append(_FROM_CALL[value])
+        else:
+            at = offsets.get(value[1:])
+            found.append(0 if at is None else Moving(prepared.SCRATCH, at))
+    return tuple(found)

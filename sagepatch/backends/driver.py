@@ -1,0 +1,110 @@
+"""The few functions of the CUDA driver that every launch needs, through ctypes: a call costs the
+host a fraction of what it does through objects. Knows no kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Callable
+from functools import cache
+
+# (configuration, function, parameters, None), as addresses; gives the driver's status.
+Launcher = Callable[[int, int, int, None], int]
+# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION of cuda.h.
+_PROGRAMMATIC = 6
+
+_THREAD = threading.local()
+
+
+class Attribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h, for values of one int."""
+
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_char * 4),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    )
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig of cuda.h, with room for the one attribute that we use."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z")),
+        *((name, ctypes.c_uint) for name in ("block_x", "block_y", "block_z")),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+        ("attribute", Attribute),
+    )
+
+    @classmethod
+    def of(cls, blocks: int, threads: int, shared_bytes: int, programmatic: bool) -> Config:
+        """A launch of `blocks` blocks along one axis. It must not be copied: it holds an address
+        inside itself.
+        """
+        made = cls(blocks, 1, 1, threads, 1, 1, shared_bytes)
+        if programmatic:
+            made.attribute.id, made.attribute.value = _PROGRAMMATIC, 1
+            made.attributes = ctypes.addressof(made) + Config.attribute.offset
+            made.count = 1
+        return made
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
+
+@cache
+def available() -> bool:
+    """Whether the driver can be loaded."""
+    try:
+        _library()
+    except OSError:
+        return False
+    return True
+
+
+@cache
+def launcher() -> Launcher:
+    """cuLaunchKernelEx."""
+    launch = _library().cuLaunchKernelEx
+    launch.argtypes = (ctypes.c_void_p,) * 4
+    launch.restype = ctypes.c_int
+    found: Launcher = launch
+    return found
+
+
+def enter(device: int) -> None:
+    """Give a thread that has never used CUDA the context that torch made for `device`."""
+    if getattr(_THREAD, "entered", False):
+        return
+    driver = _library()
+    context, number = ctypes.c_void_p(), ctypes.c_int()
+    _check(driver.cuInit(0))
+    _check(driver.cuCtxGetCurrent(ctypes.byref(context)))
+    if not context.value:
+        _check(driver.cuDeviceGet(ctypes.byref(number), device))
+        _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number))
+        _check(driver.cuCtxSetCurrent(context))
+    _THREAD.entered = True
+
+
+def words(status: int) -> str:
+    """What the driver says of a status."""
+    found = []
+    for ask in (_library().cuGetErrorName, _library().cuGetErrorString):
+        text = ctypes.c_char_p()
+        ask(status, ctypes.byref(text))
+        found.append(text.value.decode() if text.value else "no text")
+    return f"{found[0]} ({found[1]})"
+
+
+def _check(status: int) -> None:
+    if status:
+        raise RuntimeError(f"CUDA driver: {words(status)}")

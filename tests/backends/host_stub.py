@@ -1,0 +1,69 @@
+"""The host's side of a call on a GPU, without one: tensors stay on the CPU, and what the driver
+would launch is noted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+
+from sagepatch.backends import chain, prepared
+from sagepatch.backends.cuda import attention, launch, prepass
+from sagepatch.backends.driver import Config
+from sagepatch.backends.parameters import Layout
+
+STREAM = 64
+
+
+class Driver:
+    """Takes launches: for each (function, blocks, threads, stream, bytes of the parameters)."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[int, int, int, int | None, bytes]] = []
+        self.layouts: dict[int, Layout] = {}
+        self.status = 0
+
+    def __call__(self, config: int, function: int, params: int, extra: None) -> int:
+        said = Config.from_address(config)
+        layout = self.layouts[function]
+        (first,) = (ctypes.c_void_p * 1).from_address(params)
+        memory = ctypes.string_at(first, layout.packer.size)
+        self.launches.append((function, said.grid_x, said.block_x, said.stream, memory))
+        return self.status
+
+    def values(self, number: int) -> tuple[Any, ...]:
+        """The parameters of a launch."""
+        function, *_, memory = self.launches[number]
+        return self.layouts[function].packer.unpack(memory)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """Let both CUDA backends launch on a stand-in."""
+    driver = Driver()
+
+    def load(program, name, signature, *, threads, shared_bytes=0, programmatic=False):
+        layout = Layout.of(signature)
+        number = 1000 + len(driver.layouts)
+        driver.layouts[number] = layout
+        return launch.Kernel(name, None, number, layout, threads, shared_bytes, programmatic)
+
+    for module in (prepass, attention):
+        monkeypatch.setattr(module, "load", load)
+    monkeypatch.setattr(
+        attention, "tensor_map", lambda pointer, *form: pointer.to_bytes(8, "little") * 16
+    )
+    monkeypatch.setattr(attention, "_processors", lambda device: 132)
+    monkeypatch.setattr(launch.Kernel, "_prepare", lambda kernel, device: None)
+    monkeypatch.setattr(chain, "enter", lambda device: None)
+    monkeypatch.setattr(chain, "launcher", lambda: driver)
+    monkeypatch.setattr(prepared, "_PREPARED", type(prepared._PREPARED)(prepared.MOST_KINDS))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
+    prepass.plan_of.cache_clear()
+    attention.launch_of.cache_clear()
+    return driver

@@ -1,0 +1,214 @@
+"""Launches with parameters packed once: what moves is new in every call, and all else as it was."""
+
+from __future__ import annotations
+
+import math
+import struct
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from host_stub import STREAM, install
+
+pytest.importorskip("cuda.bindings.nvrtc")
+
+from sagepatch.backends import chain as chains
+from sagepatch.backends import prepared
+from sagepatch.backends.chain import Chain, Link, Moving, MovingMap, filled
+from sagepatch.backends.cuda import attention, prepass
+from sagepatch.backends.parameters import Layout
+from sagepatch.numerics.prepass import LOG2E
+from sagepatch.numerics.recipe import RECIPES
+from sagepatch.spec import Call
+
+RECIPE = RECIPES["sage2pp_8_d4"]
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    return install(monkeypatch)
+
+
+def two_links(driver) -> tuple[Link, Link]:
+    first, second = Layout.of("Pi{qPf}T"), Layout.of("fPP")
+    driver.layouts |= {7: first, 8: second}
+    encode = lambda pointer: struct.pack("<Q", pointer) * 16  # noqa: E731
+    moving = (Moving(0), 5, 1 << 40, Moving(1, 64), Moving(2), MovingMap(1, 128, encode))
+    return (
+        Link("one", 7, 3, 128, 0, first, moving),
+        Link("two", 8, 70000, 256, 1024, second, (0.5, 9, Moving(0, 16)), True),
+    )
+
+
+@pytest.mark.parametrize("values", [(64, 1 << 45, 0.25), (0, 256, -3.0)])
+def test_every_parameter_reaches_the_driver(driver, values):
+    links = two_links(driver)
+    run = Chain(links, 3)
+    for moved in ((1, 2, 3.0), values, values):
+        run(0, moved)
+    for number, link in enumerate(links):
+        found = driver.values(number + 4)
+        assert found == driver.values(number + 2) == tuple(filled(link.args, values))
+        assert found != driver.values(number)
+    assert [launch[1:4] for launch in driver.launches[4:]] == [
+        (3, 128, STREAM),
+        (70000, 256, STREAM),
+    ]
+
+
+def test_one_value_moves_alone(driver):
+    run = Chain(two_links(driver), 3)
+    run(0, (64, 128, 0.25))
+    run(0, (64, 256, 0.25))
+    first, second = driver.values(0), driver.values(2)
+    assert [a == b for a, b in zip(first, second, strict=True)] == [
+        *(True, True, True, False, True, False)
+    ]
+    assert driver.values(1) == driver.values(3)
+
+
+def test_another_stream_is_followed(driver, monkeypatch):
+    run = Chain(two_links(driver), 3)
+    for stream in (64, 65, 64):
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda d, s=stream: s)
+        run(0, (1, 2, 3.0))
+    assert [launch[3] for launch in driver.launches] == [64, 64, 65, 65, 64, 64]
+
+
+def test_a_refusal_is_raised_and_the_next_call_is_whole(driver, monkeypatch):
+    monkeypatch.setattr(chains.driver, "words", lambda status: f"status {status}")
+    run = Chain(two_links(driver), 3)
+    run(0, (1, 2, 3.0))
+    driver.status = 700
+    with pytest.raises(RuntimeError, match="kernel one: status 700"):
+        run(0, (5, 2, 3.0))
+    driver.status = 0
+    run(0, (1, 2, 3.0))
+    assert driver.values(-2) == driver.values(0)
+
+
+def test_arguments_must_fit_their_signature():
+    layout = Layout.of("Pi")
+    with pytest.raises(ValueError, match="argument"):
+        Chain([Link("k", 7, 1, 32, 0, layout, (Moving(0),))], 1)(0, (1,))
+
+
+def test_threads_do_not_share_parameters(driver):
+    run = Chain(two_links(driver), 3)
+    start = threading.Barrier(8)
+
+    def many(value):
+        start.wait()
+        for _ in range(100):
+            run(0, (value, 2 * value, float(value)))
+
+    threads = [threading.Thread(target=many, args=(value,)) for value in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(driver.launches) == 1600
+    for number, launch in enumerate(driver.launches):
+        found = driver.values(number)
+        value = found[0] if launch[0] == 7 else found[2] - 16
+        assert 1 <= value <= 8
+        if launch[0] == 7:
+            assert found[3] == 2 * value + 64
+            assert found[4] == float(value)
+
+
+def make(**options) -> Call:
+    shape = {"B": 1, "H": 2, "S": 130, "D": 64, **options.pop("shape", {})}
+    gen = torch.Generator().manual_seed(1)
+    q, k, v = (
+        torch.randn(*shape.values(), generator=gen).to(options.get("dtype", torch.bfloat16))
+        for _ in range(3)
+    )
+    options.pop("dtype", None)
+    return Call(q, k, v, options.pop("scale", 0.125), **options)
+
+
+def addresses(tensor: torch.Tensor) -> range:
+    return range(tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size())
+
+
+def test_a_call_of_a_known_kind_moves_its_tensors_and_its_scale(driver):
+    first, second = make(), make(scale=0.5)
+    attention.run(first, RECIPE)
+    out, lse = attention.run(second, RECIPE)
+    assert len(prepared._PREPARED) == 1
+    assert lse is None
+    names = ("queries", "keys_and_values", "attention")
+    assert len(driver.launches) == 2 * len(names)
+    queries, keys, attend = (driver.values(3 + i) for i in range(3))
+    assert queries[0] == second.q.data_ptr()
+    assert keys[:3] == tuple(t.data_ptr() for t in (second.q, second.k, second.v))
+    assert out.data_ptr() in attend
+    assert attend[-1] == pytest.approx(0.5 * LOG2E)
+    assert driver.values(2)[-1] == pytest.approx(0.125 * LOG2E)
+    # What does not move is what the plain launch of the pre-pass passes.
+    plan = prepass.plan_of(prepass.form_of(second, RECIPE, raw_q=True))
+    values = prepared.values_of(second, factor=0.5 * LOG2E)
+    for found, args in ((queries, plan.queries_args), (keys, plan.keys_args)):
+        for number, arg in enumerate(args):
+            if not isinstance(arg, Moving) or arg.value != prepared.SCRATCH:
+                assert found[number] == pytest.approx(filled(args, values)[number])
+
+
+OTHERS = {
+    "length": make(shape={"S": 131}),
+    "dtype": make(dtype=torch.float16),
+    "causal": make(causal_offset=0),
+    "window": make(causal_offset=0, window=7),
+    "layout": make(bshd_out=True),
+    "lse": make(return_lse=True),
+    "mask": make(attn_mask=torch.ones(1, 1, 1, 130, dtype=torch.bool)),
+    "strides": replace(make(), k=make().k.transpose(1, 2).contiguous().transpose(1, 2)),
+    "mask strides": make(attn_mask=torch.ones(1, 1, 1, 260, dtype=torch.bool)[..., ::2]),
+    "q alone unaligned": replace(
+        make(), q=torch.cat([make().q.flatten()[:1], make().q.flatten()])[1:].view_as(make().q)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_kernels_depend_on_is_another_kind(driver, name):
+    plain, other = make(), OTHERS[name]
+    assert prepared.kind_of(plain) != prepared.kind_of(other)
+    for call in (plain, other):
+        for _ in range(2):
+            out, lse = attention.run(call, RECIPE)
+            assert out.shape == call.q.shape
+            assert out.dtype == call.v.dtype
+            assert out.stride() == call.empty_out().stride()
+            assert (lse is not None) == call.return_lse
+    assert len(prepared._PREPARED) == 2
+
+
+def test_another_recipe_is_another_kind(driver):
+    for name in ("sage2_8", "sage2pp_8_d4"):
+        attention.run(make(), RECIPES[name])
+    assert len(prepared._PREPARED) == 2
+
+
+def test_what_is_remembered_is_bounded(driver, monkeypatch):
+    monkeypatch.setattr(prepared, "_PREPARED", type(prepared._PREPARED)(3))
+    for length in range(100, 108):
+        attention.run(make(shape={"S": length}), RECIPE)
+        assert len(prepared._PREPARED) <= 3
+
+
+@pytest.mark.parametrize("empty", ["queries", "keys"])
+def test_empty_calls_launch_nothing(driver, empty):
+    call = make(return_lse=True)
+    call = (
+        replace(call, q=call.q[:, :, :0])
+        if empty == "queries"
+        else replace(call, k=call.k[:, :, :0], v=call.v[:, :, :0])
+    )
+    out, lse = attention.run(call, RECIPE)
+    assert not driver.launches
+    assert out.shape == call.q.shape
+    assert not out.any()
+    assert lse.eq(-math.inf).all()
