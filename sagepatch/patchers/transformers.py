@@ -4,11 +4,12 @@ the name in its config and marks the module. Knows families by their code, not b
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 from weakref import WeakValueDictionary
 
-from torch import nn
+from torch import Tensor, nn
 
 from sagepatch.layer import PatchedLayer
 from sagepatch.patchers.carrier import ATTRIBUTE, Carrier
@@ -24,6 +25,9 @@ from sagepatch.patchers.transformers_attention import (
     register,
     unknown_terms,
 )
+
+# Where a config keeps the name: the public setter also overwrites every nested config.
+_NAME = "_attn_implementation_internal"
 
 
 def find(model: nn.Module, prefix: str) -> Found:
@@ -77,33 +81,43 @@ class Switch:
         named = self.config._attn_implementation
         if named not in PREVIOUS:
             self.previous = named
-            # The private attribute: the public setter also overwrites every nested config.
             ours = self.over_sdpa if named == "sdpa" else OVER_EAGER
-            self.config._attn_implementation_internal = _Name(ours, named)
+            setattr(self.config, _NAME, ours)
 
     def off(self, user: int) -> None:
         """Name what was before, once nobody needs ours and unless something newer is named."""
         self.users.discard(user)
-        if not self.users and self.config._attn_implementation in PREVIOUS:
-            self.config._attn_implementation_internal = self.previous
+        if not self.users and self.in_force:
+            setattr(self.config, _NAME, self.previous)
+
+    @property
+    def in_force(self) -> bool:
+        """Whether the config names ours, and no newer choice of the user."""
+        return self.config._attn_implementation in PREVIOUS
 
 
-class _Name(str):
-    """The name of ours in a config; copies and pickles of it are the name that was there before."""
+class _Named(Carrier):
+    """The carrier of a module whose config names ours; a copy or pickle of the module takes its
+    config with it, to which this gives the name of before.
 
-    __slots__ = ("previous",)
-    previous: str | None
+    The name itself stays a plain string: torch 2.11 compiles no look-up of a subclass.
+    """
 
-    def __new__(cls, ours: str, previous: str | None) -> _Name:
-        name = super().__new__(cls, ours)
-        name.previous = previous
-        return name
+    __slots__ = ("switch",)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> str | None:
-        return self.previous
+    def __init__(self, handle: Tensor, switch: Switch) -> None:
+        super().__init__(handle)
+        self.switch = switch
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        if self.switch.in_force:
+            setattr(copy.deepcopy(self.switch.config, memo), _NAME, self.switch.previous)
 
     def __reduce__(self) -> Any:
-        return (str, (self.previous,)) if self.previous is not None else (type(None), ())
+        if not self.switch.in_force:
+            return super().__reduce__()
+        # Loads without sagepatch, and as None.
+        return setattr, (self.switch.config, _NAME, self.switch.previous)
 
 
 # By id, as configs cannot be hashed; a switch keeps its config alive, so an id stays its own.
@@ -112,7 +126,7 @@ _SWITCHES: WeakValueDictionary[int, Switch] = WeakValueDictionary()
 
 def _install(module: nn.Module, switch: Switch, layer: PatchedLayer) -> Swap:
     register()
-    carrier = Carrier(layer.handle)
+    carrier = _Named(layer.handle, switch)
     setattr(module, ATTRIBUTE, carrier)
     switch.on(id(carrier))
 
@@ -124,8 +138,7 @@ def _install(module: nn.Module, switch: Switch, layer: PatchedLayer) -> Swap:
     def replaced_by() -> str | None:
         if module.__dict__.get(ATTRIBUTE) is not carrier:
             return "another patch"
-        named = switch.config._attn_implementation
-        return None if named in PREVIOUS else str(named)
+        return None if switch.in_force else str(switch.config._attn_implementation)
 
     return Swap(undo, replaced_by)
 

@@ -207,6 +207,40 @@ def test_a_deep_copy_is_unpatched(implementation: str) -> None:
     assert twin.config._attn_implementation == implementation
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_config_holds_what_it_held_by_type(implementation: str) -> None:
+    # torch 2.11 compiles no look-up of a subclass of str
+    model, _ = tiny_llama(attn_implementation=implementation)
+    before = {name: type(value) for name, value in vars(model.config).items()}
+    _patch(model)
+    assert model.config._attn_implementation != implementation
+    assert {name: type(value) for name, value in vars(model.config).items()} == before
+
+
+def test_copies_after_a_newer_choice_of_the_user_keep_it() -> None:
+    # case 36
+    model, _ = tiny_llama()
+    patch = _patch(model)
+    model.set_attn_implementation("eager")
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert twin.config._attn_implementation == "eager"
+        assert all(vars(module).get("_sagepatch") is None for module in twin.modules())
+    patch.restore()
+
+
+def test_a_copy_of_one_block_is_unpatched() -> None:
+    model, _ = tiny_llama()
+    with _patch(model):
+        for twin in (
+            copy.deepcopy(model.model.layers[1]),
+            pickle.loads(pickle.dumps(model.model.layers[1])),
+        ):
+            assert twin.self_attn._sagepatch is None
+            assert twin.self_attn.config._attn_implementation == "sdpa"
+            assert twin.self_attn.config is not model.config
+        assert model.config._attn_implementation == "sagepatch"
+
+
 def test_a_model_from_a_patched_config_is_unpatched() -> None:
     model, inputs = tiny_llama()
     plain = first_output(model, inputs)
