@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from sagepatch.backends.sdpa import run as run_sdpa
 from sagepatch.dispatch import Request
 from sagepatch.errors import InvalidArgument
+from sagepatch.known import key_of, recall, remember
 from sagepatch.numerics.recipe import EXACT
 from sagepatch.ops import check_rising, serve, watched  # registers torch.ops.sagepatch
 from sagepatch.spec import Call, check_devices, check_mask, check_shapes, mask_kind
@@ -121,6 +122,15 @@ def attention(
     >>> sagepatch.attention(q, q, q, variant="emulated.sage2_8").shape
     torch.Size([1, 2, 64, 32])
     """
+    key = None
+    if sinks is None and cu_seqlens_q is None and cu_seqlens_kv is None and dropout_p == 0.0:
+        # 1, 1.0 and True are one key, and not one argument.
+        kinds = (type(causal_offset), type(window))
+        options = (is_causal, causal_offset, window, *kinds, softcap, variant, layout, return_lse)
+        key = key_of(q, k, v, attn_mask, scale, *options)
+        known = None if key is None else recall(key)
+        if known is not None:
+            return known(q, k, v, attn_mask, scale)
     if dropout_p != 0.0:
         raise InvalidArgument(
             f"dropout_p is {dropout_p}; quantised attention has no dropout, pass 0"
@@ -168,6 +178,8 @@ def attention(
         return_lse,
     )
     out, lse = run(call, variant=variant)
+    if key is not None:
+        remember(key, call, variant, batched)
     if layout == "BSHD":
         out = out.transpose(1, 2)
     if not batched:

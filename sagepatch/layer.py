@@ -18,6 +18,7 @@ from torch import Tensor
 from sagepatch.backends.catalogue import SDPA
 from sagepatch.backends.guard import DeviceGuard, Verdict, available
 from sagepatch.backends.selfcheck import failure
+from sagepatch.bounded import Bounded
 from sagepatch.dispatch import Request, Unusable, select
 from sagepatch.errors import StrictFallback, VariantRefused
 from sagepatch.ledger import MOST_SPECS, Record
@@ -81,8 +82,9 @@ class PatchedLayer:
     record: Record = field(default_factory=Record)
     handle: Tensor = field(init=False)
     _guards: dict[torch.device, DeviceGuard] = field(default_factory=dict, repr=False)
-    _chosen: dict[tuple[AttnSpec, str], tuple[Variant, str | None]] = field(
-        default_factory=dict, repr=False
+    # As many as the account tells apart: a language model makes a new one with each token.
+    _chosen: Bounded[tuple[AttnSpec, str], tuple[Variant, str | None]] = field(
+        default_factory=lambda: Bounded(MOST_SPECS), repr=False
     )
 
     def __post_init__(self) -> None:
@@ -108,7 +110,7 @@ class PatchedLayer:
         self.reason = reason
         self.planned = planned
         self.observer = None
-        self._chosen = {}
+        self._chosen = Bounded(MOST_SPECS)
 
     @property
     def runs(self) -> str:
@@ -126,7 +128,7 @@ class PatchedLayer:
     def demote(self, reason: str) -> None:
         """Run exact attention from now on; warn once."""
         self.demoted = reason
-        self._chosen = {}
+        self._chosen = Bounded(MOST_SPECS)
         if self.record.note(f"demoted to exact attention: {reason}"):
             logger.warning(
                 "sagepatch: layer %s runs exact attention from now on: %s", self.name, reason
@@ -170,9 +172,6 @@ class PatchedLayer:
         request = self._request_of(spec) if self.parts else self.request
         known = self._chosen.get((spec, request.variant))
         if known is None:
-            # As many as the account tells apart: a language model makes a new one with each token.
-            if len(self._chosen) >= MOST_SPECS:
-                self._chosen = {}
             known = self._decide(spec, request)
             # Nothing could be checked during a capture: ask again at the next call.
             if not capturing(spec):

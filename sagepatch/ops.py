@@ -15,6 +15,7 @@ from torch.utils._device import DeviceContext
 from sagepatch.backends import load, unusable
 from sagepatch.backends.catalogue import SDPA
 from sagepatch.backends.selfcheck import failure
+from sagepatch.bounded import Bounded
 from sagepatch.dispatch import Request, select
 from sagepatch.errors import InvalidArgument, KernelUnavailable, StrictFallback
 from sagepatch.layer import PatchedLayer, capturing, find_layer
@@ -115,26 +116,43 @@ def serve(call: Call, handle: Tensor | None, variant: str) -> tuple[Tensor, Tens
 
 
 def watched(call: Call) -> bool:
+    """Whether a call must be seen as one operation, or its tensors are not plain memory."""
+    return observed(call.q, call.k, call.v)
+
+
+def observed(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether something looks at the operations that torch runs, and must see ours as one: a
-    compiler or tracer, a function or dispatch mode, a transform of torch.func, the profiler, or
-    tensors that hold no numbers. Nothing else needs the op, whose dispatch costs the host more than
-    a launch.
+    compiler or tracer, a function or dispatch mode, a transform of torch.func, the profiler; or
+    tensors that are not what their memory says. Nothing else needs the op, whose dispatch costs the
+    host more than a launch.
     """
-    q = call.q
     return (
         torch.compiler.is_compiling()
-        or q.is_meta
-        or not type(q) is type(call.k) is type(call.v) is Tensor
+        or not type(q) is type(k) is type(v) is Tensor
+        or not _plain(q)
+        or not _plain(k)
+        or not _plain(v)
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or any(not isinstance(m, DeviceContext) for m in _get_current_function_mode_stack())
+        or (
+            torch._C._len_torch_function_stack() > 0
+            and any(not isinstance(m, DeviceContext) for m in _get_current_function_mode_stack())
+        )
         or torch._C._autograd._profiler_enabled()
     )
 
 
-_CHOSEN: dict[tuple[AttnSpec, str], Variant] = {}
-_MOST_CHOSEN = 4096
+def _plain(tensor: Tensor) -> bool:
+    """Whether a tensor is memory by strides and nothing more. (Of complex numbers the imaginary
+    part may be lazily negative.)
+    """
+    return not (
+        tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided or tensor.is_neg()
+    )
+
+
+_CHOSEN: Bounded[tuple[AttnSpec, str], Variant] = Bounded(4096)
 
 
 def chosen_for(spec: AttnSpec, variant: str) -> Variant:
@@ -146,8 +164,6 @@ def chosen_for(spec: AttnSpec, variant: str) -> Variant:
         found = select(spec, request, unusable, prove=failure).variant
         # Nothing could be checked during a capture: ask again at the next call.
         if not capturing(spec):
-            if len(_CHOSEN) >= _MOST_CHOSEN:
-                _CHOSEN.clear()
             _CHOSEN[spec, variant] = found
     return found
 

@@ -10,6 +10,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from sagepatch.bounded import Bounded
 from sagepatch.errors import InvalidArgument
 
 DTYPE_NAMES = {
@@ -88,8 +89,7 @@ class AttnSpec:
 
 
 # Descriptions by what they depend on: making one costs the host as much as a launch.
-_SPECS: dict[tuple[object, ...], AttnSpec] = {}
-_MOST_SPECS = 4096
+_SPECS: Bounded[tuple[object, ...], AttnSpec] = Bounded(4096)
 
 
 def mask_kind(mask: Tensor | None) -> MaskKind:
@@ -165,8 +165,6 @@ class Call:
         )
         found = _SPECS.get(key)
         if found is None:
-            if len(_SPECS) >= _MOST_SPECS:
-                _SPECS.clear()
             found = _SPECS[key] = self._described()
         return found
 

@@ -27,6 +27,7 @@ ORDER = (
         "schedule",
         "layer",
         "ops",
+        "known",
         "functional",
         "patchers",
         "calibration",

@@ -130,20 +130,25 @@ def kind_of(call: Call) -> tuple[Any, ...]:
 
 
 def serve(
-    begin: Begin, call: Call, recipe: Recipe, flags: Tensor | None = None
+    toolchain: str, begin: Begin, call: Call, recipe: Recipe, flags: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Serve a call as one of its kind was served before, or by `begin`; output [B, Hq, Sq, Dv] in
     the order that the call asks for.
     """
     # Hashing a recipe costs more than the rest of the key: entries hold theirs, so that ids stay.
-    key = (begin, id(recipe), flags is None, *kind_of(call))
+    key = (toolchain, id(recipe), flags is None, *kind_of(call))
     found = _PREPARED.get(key)
-    if found is None:
-        out, lse, found = begin(call, recipe, flags)
-        if found is not None:
-            _PREPARED[key] = found
-        return out, lse
-    return again(found, call, flags)
+    if found is not None:
+        return again(found, call, flags)
+    out, lse, found = begin(call, recipe, flags)
+    if found is not None:
+        _PREPARED[key] = found
+    return out, lse
+
+
+def find(toolchain: str, call: Call, recipe: Recipe) -> Prepared | None:
+    """How a call without a guard was served; None where none of its kind was."""
+    return _PREPARED.get((toolchain, id(recipe), True, *kind_of(call)))
 
 
 def again(

@@ -331,7 +331,7 @@ def run(call: Call, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
     if 0 in call.q.shape or 0 in call.v.shape:
         out = call.empty_out().zero_()
         return out, call.empty_lse().fill_(-math.inf) if call.return_lse else None
-    return serve(_begin, call, recipe)
+    return serve("cuda", _begin, call, recipe)
 
 
 def _begin(
