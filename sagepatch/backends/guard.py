@@ -5,6 +5,8 @@ device itself; the host learns of it later, without waiting.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
@@ -32,6 +34,15 @@ def available() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def lasting(make: Callable[[], Tensor]) -> Tensor:
+    """The tensor of `make`, fit to be kept whatever the call at hand runs in: a thread of its own
+    is in no inference mode, and allocates from no memory pool of the caller's. CUDA graph trees
+    warm up in such a pool, and refuse to record while a tensor that is no output lives there.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
+
+
 @dataclass(eq=False)
 class DeviceGuard:
     """The flags of one layer on one device, and the host's view of them.
@@ -47,7 +58,14 @@ class DeviceGuard:
     _event: torch.cuda.Event | None = None
 
     def __post_init__(self) -> None:
-        self.flags = torch.zeros(2, dtype=torch.int32, device=self.device)
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+
+        def zeros() -> Tensor:
+            # On the stream that reads them first.
+            with torch.cuda.stream(stream):
+                return torch.zeros(2, dtype=torch.int32, device=self.device)
+
+        self.flags = lasting(zeros)
 
     def run(self, variant: Variant, call: Call) -> tuple[Tensor, Tensor | None]:
         """Run one kernel on one call, and exact attention over it where it was not finite."""
@@ -80,7 +98,7 @@ class DeviceGuard:
         if not asked:
             return None
         if copy is None:
-            copy = self._copy = torch.zeros(2, dtype=torch.int32, pin_memory=True)
+            copy = self._copy = lasting(lambda: torch.zeros(2, dtype=torch.int32, pin_memory=True))
         with torch.cuda.device(self.device):
             copy.copy_(self.flags, non_blocking=True)
             event = torch.cuda.Event()

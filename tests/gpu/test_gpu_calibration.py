@@ -49,7 +49,7 @@ def test_a_long_layer_is_quantised_and_its_plan_followed(
         assert 0 < error(run(model, inputs), plain) < 0.1
         for layer, entry in zip(patch.layers, plan.entries, strict=True):
             assert layer.record.by_variant == {entry.variant: 1}
-        attention = patch.report().attention
+        attention = patch.report().attention()
         assert attention is not None
         assert attention.gain > 1
     assert torch.equal(run(model, inputs), plain)
