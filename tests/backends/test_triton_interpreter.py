@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
-FILES = ("attention", "masks", "numerics", "fuzz")
+FILES = ("triton_attention", "triton_masks", "triton_numerics", "fuzz")
 SAMPLE = (
     "every_recipe and (sage2_8 or sage1_b) or dead_tiles or guard_tells"
     " or (packed_members_equal and sage2_8 and None)"
@@ -28,7 +28,7 @@ pytestmark = [
 
 def _run(*options: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    files = [str(HERE / f"test_triton_{name}.py") for name in FILES]
+    files = [str(HERE / f"test_{name}.py") for name in FILES]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *files]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
