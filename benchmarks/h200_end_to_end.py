@@ -126,7 +126,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/h200_end_to_end.csv"))
     parser.add_argument("--seconds", type=float, default=900, help="end after so many")
     parser.add_argument("--set-up", type=float, default=120, help="seconds that this may take")
-    parser.add_argument("--only", nargs="*", default=[], help="names of cases, or their beginnings")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="cases in this order, by name or its beginning"
+    )
     parser.add_argument("--compile", action="store_true", help="each block by torch.compile")
     parser.add_argument("--full-depth", action="store_true")
     parser.add_argument("--plans", help="a folder that keeps plans, and has those to follow")
@@ -160,7 +162,9 @@ def main() -> None:
         print(told, flush=True)
 
     every = importlib.import_module(args.cases).CASES
-    cases = [c for c in every if not args.only or c.name.startswith(tuple(args.only))]
+    asked = args.only or [""]
+    picked = {case.name: case for name in asked for case in every if case.name.startswith(name)}
+    cases = list(picked.values())
     options = ["--cases", args.cases, "--device", args.device]
     options += ["--compile"] if args.compile else []
     options += ["--full-depth"] if args.full_depth else []

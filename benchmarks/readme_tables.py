@@ -10,6 +10,8 @@ import csv
 import re
 from pathlib import Path
 
+from end_to_end_rows import CALIBRATED, SAFE, Measured, measured
+
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 CUDA_PAGE = HERE.parent / "docs" / "kernels-cuda.md"
@@ -73,8 +75,36 @@ def cuda_speed() -> str:
     return "\n".join(lines)
 
 
+def end_to_end() -> str:
+    """Speed of whole forwards on an H200, as they are and compiled."""
+    found = measured()
+    lines = [
+        "| model | forward, ms | calibrated | safe tier | compiled: forward, ms | calibrated |",
+        "|---|---|---|---|---|---|",
+    ]
+    for model in dict.fromkeys(one.model for one in found):
+        by_compiled = {one.compiled: one for one in found if one.model == model}
+        cells = [
+            *_forward(by_compiled.get(False), CALIBRATED, SAFE),
+            *_forward(by_compiled.get(True), CALIBRATED),
+        ]
+        lines.append(f"| {model} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _forward(one: Measured | None, *modes: str) -> list[str]:
+    if one is None:
+        return ["-"] * (1 + len(modes))
+    speeds = [f"{one.speedup(mode):.2f}x" if mode in one.rows else "-" for mode in modes]
+    return [f"{one.unpatched_ms:.0f}", *speeds]
+
+
 TABLES = {
-    README: {"demo-recipes": demo_recipes, "h200-attention": h200_attention},
+    README: {
+        "demo-recipes": demo_recipes,
+        "h200-attention": h200_attention,
+        "end-to-end": end_to_end,
+    },
     CUDA_PAGE: {"cuda-speed": cuda_speed},
 }
 

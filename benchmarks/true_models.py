@@ -111,9 +111,12 @@ def hunyuan_inputs(frames: int, words: int = 80) -> Inputs:
 def wan(full: bool) -> nn.Module:
     from diffusers import WanTransformer3DModel
 
-    model = WanTransformer3DModel(num_layers=40 if full else 5)
-    # As `from_pretrained` keeps them.
-    kept = set(WanTransformer3DModel._keep_in_fp32_modules)
+    return partly_fp32(WanTransformer3DModel(num_layers=40 if full else 5))
+
+
+def partly_fp32(model: Any) -> nn.Module:
+    """The model with those modules in FP32 that `from_pretrained` keeps so."""
+    kept = set(model._keep_in_fp32_modules)
     for name, parameter in model.named_parameters():
         if kept & set(name.split(".")):
             parameter.data = parameter.data.float()

@@ -37,11 +37,11 @@ def bench(case: str, plans: Path | None = None) -> tuple[Bench, Told]:
     return Bench(model, "cpu", False, False, plans, lambda *row: told.append(row)), told
 
 
-@pytest.mark.parametrize("name", ["flux", "cogvideox", "llama_21"])
+@pytest.mark.parametrize("name", ["flux", "cogvideox", "wan", "sdxl", "llama_21"])
 def test_every_mode_of_a_model_is_timed_on_its_own_kernels(name: str) -> None:
     run, told = bench(name)
     case = BY_CASE[name]
-    run.set_up(case)
+    run.set_up([case])
     run.run(case)
     rows = [row for kind, row in told if kind == "row"]
     parts = [row for kind, row in told if kind == "parts"]
@@ -127,7 +127,7 @@ def test_a_run_writes_rows_as_they_come_and_leaves_out_what_does_not_fit(tmp_pat
     table = tmp_path / "times.csv"
     command = [sys.executable, str(BENCHMARKS / "h200_end_to_end.py"), "--device", "cpu"]
     command += ["--cases", "models.thumbnails", "--out", str(table), "--commit", "abc"]
-    command += ["--set-up", "300", "--seconds", "500"]
+    command += ["--set-up", "300", "--seconds", "500", "--only", "llama", ""]
     environment = os.environ | {
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
         "SAGEPATCH_CACHE_DIR": str(tmp_path / "cache"),
@@ -138,7 +138,7 @@ def test_a_run_writes_rows_as_they_come_and_leaves_out_what_does_not_fit(tmp_pat
         rows = list(csv.DictReader(file))
     with (tmp_path / "times_parts.csv").open(newline="") as file:
         parts = list(csv.DictReader(file))
-    models = ["flux", "cogvideox (2 of 3 layers)", "llama_21", "llama_70"]
+    models = ["llama_21", "llama_70", "flux", "cogvideox (2 of 3 layers)", "wan", "sdxl"]
     assert [row["model"] for row in rows] == [name for name in models for _ in range(3)]
     assert len(parts) == len(rows)
     assert {row["commit"] for row in rows} == {row["commit"] for row in parts} == {"abc"}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from models import diffusers_models, transformers_models
 from torch import nn
-from true_models import Case
+from true_models import Case, partly_fp32
 
 Inputs = dict[str, Any]
 
@@ -24,6 +24,19 @@ def flux_inputs() -> Inputs:
 
 def cogvideox(full: bool) -> nn.Module:
     return diffusers_models.tiny_cogvideox(3 if full else 2)[0]
+
+
+def wan(full: bool) -> nn.Module:
+    return partly_fp32(diffusers_models.tiny_wan()[0])
+
+
+def sdxl(full: bool) -> nn.Module:
+    return diffusers_models.tiny_sdxl_unet()[0]
+
+
+def sdxl_inputs() -> Inputs:
+    inputs = _half(diffusers_models.tiny_sdxl_unet()[1])
+    return inputs | {"added_cond_kwargs": _half(inputs["added_cond_kwargs"])}
 
 
 def llama(full: bool) -> nn.Module:
@@ -70,6 +83,14 @@ CASES = (
         whole="3",
         blocks=("CogVideoXBlock",),
     ),
+    Case(
+        "wan",
+        wan,
+        lambda: _half(diffusers_models.tiny_wan(1)[1]),
+        1,
+        blocks=("WanTransformerBlock",),
+    ),
+    Case("sdxl", sdxl, sdxl_inputs, 1, blocks=("BasicTransformerBlock",)),
     Case(
         "llama_21",
         llama,

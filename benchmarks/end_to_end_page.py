@@ -1,0 +1,200 @@
+"""Writes docs/end-to-end.md from the measurements beside this file: no number has another source.
+
+python benchmarks/end_to_end_page.py
+"""
+
+from __future__ import annotations
+
+from end_to_end_rows import CALIBRATED, HERE, SAFE, UNPATCHED, Measured, measured
+from page_text import filled
+from page_text import table as markdown
+
+PAGE = HERE.parent / "docs" / "end-to-end.md"
+# What the fast tier was to reach, set before it was written.
+AIMS = {
+    "hunyuanvideo_720p_129f": 1.6,
+    "wan_14b_720p_81f": 1.4,
+    "cogvideox_2b_49f": 1.35,
+    "cogvideox_5b_49f": 1.35,
+    "flux_2048": 1.2,
+    "flux_1024": 1.05,
+}
+# A measured speed so near to a prediction, or to no change, is the same within a run.
+CLOSE = 0.02
+# The host is what a forward waits for where it is busy for so much of it.
+BUSY = 0.95
+
+
+def page() -> str:
+    """The page's text."""
+    found = measured()
+    parts = (_head(found), _speeds(found), _aims(found), _time(found), _predictions(found))
+    return "\n\n".join(map(filled, parts)) + "\n"
+
+
+def _head(found: list[Measured]) -> str:
+    rows = [row for one in found for row in one.rows.values()]
+    facts = {(r["gpu"], r["torch"], r["driver"]) for r in rows}
+    machines = "; ".join(f"{gpu}, torch {torch}, driver {driver}" for gpu, torch, driver in facts)
+    return f"""
+# Whole forwards on an H200
+
+One forward of true architectures at their published sizes, bf16: denoisers without text encoder and
+VAE, and a language model's reading of a prompt. Weights are random, so this page is about time; how
+much quality a kernel costs is measured elsewhere ([quality](quality.md)). {machines}.
+
+`python benchmarks/h200_end_to_end.py` wrote
+[h200_end_to_end.csv](../benchmarks/h200_end_to_end.csv) and
+[h200_end_to_end_parts.csv](../benchmarks/h200_end_to_end_parts.csv); each row there names its
+commit and command. `--compile` compiles each block by itself, with the patch and without. Where one
+forward of the whole model takes many seconds, some of its layers were kept, all alike; the name
+says how many. Forwards of all modes take turns, each mode first in turn, so that a GPU that grows
+warm or a busy host favours none. A time is written only if the output agrees with the unpatched
+one.
+
+- unpatched: torch's default attention, which is cuDNN's here.
+- calibrated: the plan of two forwards at the default threshold, on smaller inputs of the same model
+  where the mode says so.
+- safe: the safe tier in every layer, whether it is faster there or not.
+
+![speed of one forward](../benchmarks/h200_end_to_end.png)
+"""
+
+
+def _speeds(found: list[Measured]) -> str:
+    def cell(one: Measured, mode: str) -> str:
+        return f"{one.speedup(mode):.2f}x" if mode in one.rows else "not run"
+
+    lines = [
+        (
+            f"`{one.name}`" + one.model[len(one.name) :],
+            "yes" if one.compiled else "no",
+            f"{one.unpatched_ms:.0f}",
+            cell(one, CALIBRATED),
+            cell(one, SAFE),
+            one.rows[UNPATCHED]["commit"],
+        )
+        for one in found
+    ]
+    head = ("model", "compiled", "unpatched, ms", "calibrated", "safe", "commit")
+    return f"""
+## Speeds
+
+{markdown(head, lines)}
+"""
+
+
+def _aims(found: list[Measured]) -> str:
+    lines = [(_aim(one)) for one in found if one.name in AIMS and CALIBRATED in one.rows]
+    slow = [
+        f"`{one.name}`{' compiled' if one.compiled else ''} ({mode}, {one.speedup(mode):.3f}x)"
+        for one in found
+        for mode in (CALIBRATED,)
+        if mode in one.rows and one.speedup(mode) < 1
+    ]
+    told = "never in these rows" if not slow else "not kept: " + ", ".join(slow)
+    head = ("model", "compiled", "aim", "measured", "of the aim", "what binds")
+    return f"""
+## Against the aims
+
+The aims were set from attention's share before the kernels were written. "Needs" is how much faster
+attention would have to be, at the share that it has in this forward, for the aim; "had" is how much
+faster it was, timed in place with quantising and guard.
+
+{markdown(head, lines)}
+
+The last aim, that a calibrated model is never slower than unpatched: {told}.
+"""
+
+
+def _aim(one: Measured) -> tuple[str, ...]:
+    aim, speed = AIMS[one.name], one.speedup()
+    verdict = "met" if speed >= aim else binds(one, aim)
+    compiled = "yes" if one.compiled else "no"
+    cells = (f"{aim:.2f}x", f"{speed:.2f}x", f"{speed / aim:.2f}", verdict)
+    return (f"`{one.name}`", compiled, *cells)
+
+
+def binds(one: Measured, aim: float) -> str:
+    """Why a forward is not as fast as was aimed at."""
+    share, gain = one.share, one.attention_gain()
+    if share is None or gain is None:
+        return "missed; attention was not timed in place"
+    rest = 1 / aim - (1 - share)
+    told = f"missed: attention is {share:.0%}"
+    if rest <= 0:
+        return f"{told}; the aim is out of reach even were it free ({1 / (1 - share):.2f}x)"
+    told += f", needs {share / rest:.2f}x, had {gain:.2f}x"
+    host_ms = float(one.parts[CALIBRATED]["host_ms"])
+    if host_ms > BUSY * float(one.rows[CALIBRATED]["ms_median"]):
+        return f"{told}; the host is busy to the end"
+    if gain >= share / rest:
+        return f"{told}: the rest of the forward became slower"
+    return f"{told}: the kernel's speed at this shape"
+
+
+def _time(found: list[Measured]) -> str:
+    lines = []
+    for one in found:
+        for mode, part in one.parts.items():
+            total = float(one.rows[mode]["ms_median"])
+            attention = float(part["attention_ms"])
+            lines.append(
+                (
+                    f"`{one.name}`" + one.compiled * ", compiled",
+                    mode,
+                    f"{total:.0f}",
+                    f"{attention:.0f}",
+                    f"{float(part['attention_alone_ms']):.0f}",
+                    f"{total - attention:.0f}",
+                    f"{float(part['host_ms']):.0f}",
+                    part["calibration_s"] or "-",
+                    part["kernels"].replace("; ", ", ") or "-",
+                )
+            )
+    head = (
+        *("model", "mode", "forward, ms", "attention in place", "attention alone", "the rest"),
+        *("host busy", "calibrating, s", "calls by kernel"),
+    )
+    return f"""
+## Where the time goes
+
+Attention in place: the sum over layers, each between two events in a forward of its own (a layer's
+quantising and guard with it). Attention alone: each kind of call repeated by itself afterwards.
+Where the two differ the chip's clocks or its memory are to blame: a kernel repeated alone finds
+another chip than one between matrix products. Host busy: when the last launch had been handed over;
+near the forward's whole time it may be the host that the GPU waits for, or a full queue that the
+host waits for.
+
+{markdown(head, lines)}
+"""
+
+
+def _predictions(found: list[Measured]) -> str:
+    lines, off = [], []
+    for one in found:
+        for mode in (CALIBRATED, SAFE):
+            if mode not in one.rows:
+                continue
+            speed, predicted = one.speedup(mode), one.predicted(mode)
+            off.append(abs(predicted / speed - 1))
+            told = "as predicted" if off[-1] <= CLOSE else f"{predicted / speed - 1:+.1%}"
+            name = f"`{one.name}`" + one.compiled * ", compiled"
+            lines.append((name, mode, f"{predicted:.3f}x", f"{speed:.3f}x", told))
+    within = sum(one <= CLOSE for one in off)
+    return f"""
+## Predicted against measured
+
+The prediction takes what the kernels save, timed alone, from the unpatched time: what a report
+says of the whole. Of {len(off)} predictions {within} are within {CLOSE:.0%} of what was measured,
+the worst is off by {max(off):.0%}, the median by {sorted(off)[len(off) // 2]:.1%}.
+
+{markdown(("model", "mode", "predicted", "measured", "prediction is off by"), lines)}
+
+[How a layer gets its kernel](calibration.md) · [CUDA kernels](kernels-cuda.md) ·
+[quality](quality.md)
+"""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,85 @@
+"""Reads the measurements of whole forwards beside this file: the last of each model and mode."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+UNPATCHED, CALIBRATED, SAFE = "unpatched", "calibrated", "safe"
+Row = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One model at one size, compiled or not: rows by mode, without the inputs of a plan, and where
+    their time goes, as far as it was looked at.
+    """
+
+    model: str
+    compiled: bool
+    rows: dict[str, Row]
+    parts: dict[str, Row]
+
+    @property
+    def name(self) -> str:
+        """The model without the layers that are kept."""
+        return self.model.partition(" (")[0]
+
+    @property
+    def unpatched_ms(self) -> float:
+        return float(self.rows[UNPATCHED]["ms_median"])
+
+    def speedup(self, mode: str = CALIBRATED) -> float:
+        return float(self.rows[mode]["speedup"])
+
+    def predicted(self, mode: str = CALIBRATED) -> float:
+        return float(self.rows[mode]["predicted_speedup"])
+
+    def attention_ms(self, mode: str) -> float | None:
+        """All attention of a forward, timed in place; None where it was not."""
+        part = self.parts.get(mode)
+        return None if part is None else float(part["attention_ms"])
+
+    @property
+    def share(self) -> float | None:
+        """Of the unpatched forward that attention takes."""
+        attention = self.attention_ms(UNPATCHED)
+        return None if attention is None else attention / self.unpatched_ms
+
+    def attention_gain(self, mode: str = CALIBRATED) -> float | None:
+        """How much faster the attention of a forward is, in place."""
+        before, after = self.attention_ms(UNPATCHED), self.attention_ms(mode)
+        return None if before is None or after is None else before / after
+
+
+def measured(folder: Path = HERE) -> list[Measured]:
+    """Everything that was measured, in the order of the file."""
+    rows = _by_model(_read(folder / "h200_end_to_end.csv"))
+    parts = _by_model(_read(folder / "h200_end_to_end_parts.csv"))
+    found = []
+    for (model, compiled), modes in rows.items():
+        # Of another run than the times they would explain nothing.
+        told = {
+            mode: part
+            for mode, part in parts.get((model, compiled), {}).items()
+            if mode in modes and part["commit"] == modes[mode]["commit"]
+        }
+        found.append(Measured(model, compiled == "True", modes, told))
+    return found
+
+
+def _by_model(rows: list[Row]) -> dict[tuple[str, str], dict[str, Row]]:
+    found: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        mode = row["mode"].partition(" ")[0]
+        found.setdefault((row["model"], row["compile"]), {})[mode] = row
+    return found
+
+
+def _read(path: Path) -> list[Row]:
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))

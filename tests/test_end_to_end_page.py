@@ -1,0 +1,61 @@
+"""The page of whole forwards says what the measurements say now, and judges them as it claims."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+import end_to_end_page  # noqa: E402
+from end_to_end_rows import Measured, measured  # noqa: E402
+
+
+def test_the_page_is_current() -> None:
+    wanted = end_to_end_page.page()
+    page = end_to_end_page.PAGE.read_text(encoding="utf-8")
+    assert page == wanted, "run: python benchmarks/end_to_end_page.py"
+
+
+def one(
+    before: tuple[float, float], after: tuple[float, float], host_ms: float = 1, parts: bool = True
+) -> Measured:
+    """A model with (whole, attention) milliseconds of an unpatched and of a calibrated forward."""
+    rows, told = {}, {}
+    for mode, (whole, attention) in {"unpatched": before, "calibrated": after}.items():
+        rows[mode] = {"ms_median": str(whole), "speedup": str(before[0] / whole)}
+        told[mode] = {"attention_ms": str(attention), "host_ms": str(host_ms)}
+    return Measured("model", False, rows, told if parts else {})
+
+
+@pytest.mark.parametrize(
+    ("found", "aim", "words"),
+    [
+        # 0.1 of the time, halved: 1 / 0.95.
+        (one((100, 10), (95, 5)), 1.2, "out of reach even were it free (1.11x)"),
+        # 0.5 of the time: 1 / 1.4 leaves 0.214 for attention.
+        (one((100, 50), (80, 30)), 1.4, "50%, needs 2.33x, had 1.67x: the kernel's speed"),
+        (one((100, 50), (80, 30), 79), 1.4, "had 1.67x; the host is busy to the end"),
+        (one((100, 50), (80, 20)), 1.4, "had 2.50x: the rest of the forward became slower"),
+        (one((100, 50), (80, 20), parts=False), 1.4, "missed; attention was not timed in place"),
+    ],
+)
+def test_what_binds(found: Measured, aim: float, words: str) -> None:
+    assert words in end_to_end_page.binds(found, aim)
+
+
+def test_the_last_row_of_a_mode_counts_and_only_parts_of_its_run(tmp_path: Path) -> None:
+    head = "model,mode,compile,ms_median,speedup,commit\n"
+    rows = "m,unpatched,False,10,1,a\nm,calibrated (480p),False,5,2,a\nm,unpatched,False,12,1,b\n"
+    (tmp_path / "h200_end_to_end.csv").write_text(head + rows)
+    parts = (
+        "model,mode,compile,attention_ms,commit\nm,unpatched,False,6,a\nm,calibrated,False,2,a\n"
+    )
+    (tmp_path / "h200_end_to_end_parts.csv").write_text(parts)
+    (found,) = measured(tmp_path)
+    assert (found.unpatched_ms, found.speedup(), found.compiled) == (12, 2, False)
+    assert found.attention_ms("unpatched") is None
+    assert found.attention_ms("calibrated") == 2
+    assert found.share is None
