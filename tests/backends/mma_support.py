@@ -8,12 +8,15 @@ from dataclasses import replace
 from functools import partial
 
 import cuda_on_cpu
+import pytest
 import torch
 from attention_calls import poison, random_call
 from torch import Tensor
 
+from sagepatch.backends.catalogue import CUDA_MMA
+from sagepatch.backends.cuda import prepass as cuda_prepass
 from sagepatch.backends.cuda.build import TARGETS
-from sagepatch.backends.cuda_mma import attention
+from sagepatch.backends.cuda_mma import attention, masks, prepass
 from sagepatch.numerics.attention import emulate
 from sagepatch.numerics.metrics import compare
 from sagepatch.numerics.recipe import Recipe
@@ -32,6 +35,26 @@ REL_L1 = {"e4m3": 2e-3, "fp16": 1e-3, "int8": 2e-3}
 LSE_ABS, LSE_REL = 1e-2, 3e-7
 
 make = partial(random_call, DEVICE, dtype=torch.float16)
+
+
+@pytest.fixture
+def kernels_here(monkeypatch):
+    """Without a GPU the source runs on the CPU."""
+    if not ON_GPU:
+        for module in (cuda_prepass, prepass, attention, masks):
+            monkeypatch.setattr(module, "load", cuda_on_cpu.load)
+    cuda_prepass.plan_of.cache_clear()
+    yield
+    cuda_prepass.plan_of.cache_clear()
+
+
+def each(quick: list[str], rest: bool = False) -> list:
+    """Every recipe on a GPU, those beside `quick` in the long run; a CPU takes the rest only where
+    asked to.
+    """
+    names = [variant.recipe.name for variant in CUDA_MMA] if ON_GPU or rest else quick
+    marks = {name: () if name in quick else pytest.mark.slow for name in names}
+    return [pytest.param(name, marks=mark) for name, mark in marks.items()]
 
 
 def run(call: Call, recipe: Recipe) -> tuple[Tensor, Tensor | None]:

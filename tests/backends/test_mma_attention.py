@@ -11,12 +11,20 @@ import torch
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
-import cuda_on_cpu
-from mma_support import DEVICE, ON_GPU, RUNS, WHY_NOT, check, make, run
+from mma_support import (
+    DEVICE,
+    ON_GPU,
+    RUNS,
+    WHY_NOT,
+    check,
+    each,
+    kernels_here,  # noqa: F401
+    make,
+    run,
+)
 
 from sagepatch.backends.catalogue import CUDA_MMA
-from sagepatch.backends.cuda import prepass as cuda_prepass
-from sagepatch.backends.cuda_mma import attention, masks, prepass
+from sagepatch.backends.cuda_mma import attention
 from sagepatch.backends.cuda_mma.tiles import refusal
 from sagepatch.numerics.attention import emulate
 from sagepatch.numerics.exact import exact
@@ -24,34 +32,16 @@ from sagepatch.numerics.metrics import compare
 from sagepatch.numerics.recipe import RECIPES
 from sagepatch.spec import Call
 
-pytestmark = pytest.mark.skipif(not RUNS, reason=WHY_NOT)
+pytestmark = [
+    pytest.mark.skipif(not RUNS, reason=WHY_NOT),
+    pytest.mark.usefixtures("kernels_here"),
+]
 
 ALL = [variant.recipe.name for variant in CUDA_MMA]
 # Compiling each takes a while: the quick tests take one of each kind of arithmetic.
 FEW = ["sage2pp_8", "sage1_t", "sage2_4_f16", "sage1_vb"]
 ONE = ["sage2_8"]
 slow = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def _kernels_here(monkeypatch):
-    """Without a GPU the source runs on the CPU."""
-    if not ON_GPU:
-        for module in (cuda_prepass, prepass, attention, masks):
-            monkeypatch.setattr(module, "load", cuda_on_cpu.load)
-        cuda_prepass.plan_of.cache_clear()
-        yield
-        cuda_prepass.plan_of.cache_clear()
-    else:
-        yield
-
-
-def each(quick: list[str], rest: bool = False) -> list:
-    """Every recipe on a GPU, those beside `quick` in the long run; a CPU takes the rest only where
-    asked to.
-    """
-    names = ALL if ON_GPU or rest else quick
-    return [pytest.param(name, marks=() if name in quick else slow) for name in names]
 
 
 @pytest.mark.parametrize("dim", [64, *([128] if ON_GPU else [])])

@@ -12,8 +12,15 @@ from torch import Tensor
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
-import cuda_on_cpu
-from mma_support import CPU_TARGET, DEVICE, ON_GPU, RUNS, WHY_NOT, make
+from mma_support import (
+    CPU_TARGET,
+    DEVICE,
+    ON_GPU,
+    RUNS,
+    WHY_NOT,
+    kernels_here,  # noqa: F401
+    make,
+)
 
 from sagepatch.backends.cuda import prepass as cuda_prepass
 from sagepatch.backends.cuda.prepass_form import form_of
@@ -27,23 +34,15 @@ from sagepatch.numerics.recipe import RECIPES, Recipe
 from sagepatch.numerics.smooth import block_mean
 from sagepatch.spec import Call
 
-pytestmark = pytest.mark.skipif(not RUNS, reason=WHY_NOT)
+pytestmark = [
+    pytest.mark.skipif(not RUNS, reason=WHY_NOT),
+    pytest.mark.usefixtures("kernels_here"),
+]
 
 NAMES = ["sage2pp_4", "sage2_4_f16", "sage1_vt", "sage1_vb"]
 SMOOTHED = ["sage2pp_4"] if not ON_GPU else ["sage2pp_4", "sage2_4", "sage2_4_f16"]
 TARGET = target_of(DEVICE) if ON_GPU else CPU_TARGET
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _kernels_here(monkeypatch):
-    """Without a GPU the source runs on the CPU."""
-    if not ON_GPU:
-        for module in (cuda_prepass, prepass):
-            monkeypatch.setattr(module, "load", cuda_on_cpu.load)
-    cuda_prepass.plan_of.cache_clear()
-    yield
-    cuda_prepass.plan_of.cache_clear()
 
 
 def unpacked(codes: Tensor, recipe: Recipe) -> Tensor:
