@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 # (configuration, function, parameters, None), as addresses; gives the driver's status.
@@ -78,6 +78,50 @@ def launcher() -> Launcher:
     launch.restype = ctypes.c_int
     found: Launcher = launch
     return found
+
+
+# CUtensorMapL2promotion of cuda.h.
+PROMOTION_128_BYTES = 2
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+
+
+def tensor_map(
+    pointer: int,
+    kind: int,
+    element_bytes: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    swizzle: int,
+    promotion: int,
+) -> bytes:
+    """A tensor map for TMA, 128 bytes; `kind`, `swizzle` and `promotion` as cuda.h numbers them.
+
+    `shape`, `box` and `strides` count elements, outermost axis first; the last stride is 1 and not
+    given. What lies outside the shape is read as zero.
+    """
+    rank = len(shape)
+    memory = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
+    first = -ctypes.addressof(memory) % _MAP_ALIGNMENT
+    status = _library().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(ctypes.addressof(memory) + first),
+        kind,
+        rank,
+        ctypes.c_void_p(pointer),
+        (ctypes.c_uint64 * rank)(*reversed(shape)),
+        (ctypes.c_uint64 * max(1, rank - 1))(*(s * element_bytes for s in reversed(strides))),
+        (ctypes.c_uint32 * rank)(*reversed(box)),
+        (ctypes.c_uint32 * rank)(*(1 for _ in range(rank))),
+        0,
+        swizzle,
+        promotion,
+        0,
+    )
+    if status:
+        raise RuntimeError(
+            f"tensor map of {tuple(shape)} by {tuple(strides)}, box {tuple(box)}: {words(status)}"
+        )
+    return memory.raw[first : first + _MAP_BYTES]
 
 
 def enter(device: int) -> None:

@@ -136,7 +136,8 @@ def serve(
     the order that the call asks for.
     """
     # Hashing a recipe costs more than the rest of the key: entries hold theirs, so that ids stay.
-    key = (toolchain, id(recipe), flags is None, *kind_of(call))
+    guarded = None if flags is None else flags.data_ptr() % ALIGNMENT
+    key = (toolchain, id(recipe), guarded, *kind_of(call))
     found = _PREPARED.get(key)
     if found is not None:
         return again(found, call, flags)
@@ -148,7 +149,7 @@ def serve(
 
 def find(toolchain: str, call: Call, recipe: Recipe) -> Prepared | None:
     """How a call without a guard was served; None where none of its kind was."""
-    return _PREPARED.get((toolchain, id(recipe), True, *kind_of(call)))
+    return _PREPARED.get((toolchain, id(recipe), None, *kind_of(call)))
 
 
 def again(

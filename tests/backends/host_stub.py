@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,6 +55,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
     for module in (prepass, attention):
         monkeypatch.setattr(module, "load", load)
+    _install_triton(monkeypatch, driver)
     monkeypatch.setattr(
         attention, "tensor_map", lambda pointer, *form: pointer.to_bytes(8, "little") * 16
     )
@@ -67,3 +70,60 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Driver:
     prepass.plan_of.cache_clear()
     attention.launch_of.cache_clear()
     return driver
+
+
+_POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int8: "*i8",
+    torch.int32: "*i32",
+    torch.float8_e4m3fn: "*fp8e4nv",
+}
+
+
+def _kind(arg: Any) -> Any:
+    if isinstance(arg, torch.Tensor):
+        return _POINTERS[arg.dtype]
+    if isinstance(arg, int | float):
+        return "i32" if isinstance(arg, int) else "fp32"
+    if arg is None:
+        return None
+    block = ", ".join(map(str, arg.block_shape))
+    return f"tensordesc<{_POINTERS[arg.base.dtype][1:]}[{block}]>"
+
+
+def _install_triton(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> None:
+    """Triton's kernels compiled for sm_90, and not launched at their first call."""
+    if importlib.util.find_spec("triton") is None:
+        return
+    from triton_compile import build
+
+    from sagepatch.backends.triton import attention as triton_attention
+    from sagepatch.backends.triton import exact, launching
+    from sagepatch.backends.triton import prepass as triton_prepass
+
+    def launch(kernel, programs, args, constants, recording, **options):
+        names = kernel.arg_names
+        types = {name: _kind(arg) for name, arg in zip(names, args, strict=False)}
+        made = build(kernel, types, constants, 90, **options)
+        function = 1000 + len(driver.layouts)
+        compiled = SimpleNamespace(
+            src=made.src, metadata=made.metadata, asm=made.asm, function=function
+        )
+        recording.launches.append((compiled, programs, [*args, *constants.values()]))
+        driver.layouts[function] = Layout.of("")
+
+    def links_of(*args):
+        found = genuine(*args)
+        for link in found[0]:
+            driver.layouts[link.function] = link.layout
+        return found
+
+    genuine = launching.links_of
+    for module in (triton_attention, triton_prepass, exact):
+        monkeypatch.setattr(module, "launch", launch)
+    monkeypatch.setattr(triton_attention, "links_of", links_of)
+    monkeypatch.setattr(triton_attention, "arch_of", lambda device: 90)
+    encoded = lambda pointer, *form: pointer.to_bytes(8, "little") * 16  # noqa: E731
+    monkeypatch.setattr(launching, "tensor_map", encoded)

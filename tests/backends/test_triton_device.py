@@ -14,7 +14,7 @@ from triton_support import DEVICE, ON_GPU, check, make, tensors
 pytestmark = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA GPU")
 
 import sagepatch  # noqa: E402
-from sagepatch.backends import selfcheck  # noqa: E402
+from sagepatch.backends import prepared, selfcheck  # noqa: E402
 from sagepatch.backends.catalogue import TRITON  # noqa: E402
 from sagepatch.backends.triton import attention  # noqa: E402
 from sagepatch.dispatch import Request  # noqa: E402
@@ -102,14 +102,14 @@ def test_replays_follow_their_tensors(name, guarded):
             attention.run_guarded(call, recipe, flags) if guarded else attention.run(call, recipe)
         )
 
-    attention._REPLAYS.clear()
+    prepared._PREPARED.clear()
     calls = [make(SHAPE, seed=seed) for seed in range(3)]
     first = [run(call)[0] for call in calls]
-    attention._REPLAYS.clear()
+    prepared._PREPARED.clear()
     for call, out in zip(calls, first, strict=True):
-        attention._REPLAYS.clear()
+        prepared._PREPARED.clear()
         assert torch.equal(run(call)[0], out)
-    assert attention._REPLAYS
+    assert prepared._PREPARED
     # Another shape, dtype, scale or alignment is another call.
     for other in (
         make((2, 4, 2, 131, 257, 64)),

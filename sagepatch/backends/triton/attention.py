@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import replace
 
 import torch
 import triton
@@ -15,9 +15,11 @@ from triton.compiler import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sagepatch.backends.chain import Chain
+from sagepatch.backends.prepared import VALUES, Prepared, serve
 from sagepatch.backends.triton import exact as fallback
 from sagepatch.backends.triton.kernel import attention
-from sagepatch.backends.triton.launching import Recording, Replay, launch, replay_of
+from sagepatch.backends.triton.launching import Recording, launch, links_of
 from sagepatch.backends.triton.masks import LiveTiles, live_tiles
 from sagepatch.backends.triton.prepass import INTERPRETED, Codes, prepare
 from sagepatch.backends.triton.primitives import LOG2E
@@ -28,9 +30,6 @@ from sagepatch.spec import Call, arch_of, mask_kind
 
 # The architecture that interpreted kernels take their tiles from.
 INTERPRETED_ARCH = 0
-# Calls of this many signatures are remembered; past it all are forgotten.
-MOST_REPLAYS = 512
-_REPLAYS: dict[tuple[Any, ...], Replay] = {}
 
 
 def run(call: Call, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
@@ -70,22 +69,53 @@ def tile_of(call: Call, recipe: Recipe) -> Tile:
 
 
 def _run(call: Call, recipe: Recipe, flags: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    if 0 in call.q.shape or 0 in call.v.shape:
+        out = call.empty_out().zero_()
+        return out, _lse_of_nothing(call, call.empty_lse()) if call.return_lse else None
+    if call.attn_mask is None and call.sinks is None and not call.packed:
+        return serve("triton", _begin, call, recipe, flags)
     out = call.empty_out()
     lse = call.empty_lse() if call.return_lse else None
-    if out.numel() == 0:
-        return out, lse
-    if call.k.shape[2] == 0:
-        return out.zero_(), None if lse is None else _lse_of_nothing(call, lse)
+    _launch_there(call, recipe, out, lse, flags)
+    return out, lse
+
+
+def _begin(
+    call: Call, recipe: Recipe, flags: Tensor | None
+) -> tuple[Tensor, Tensor | None, Prepared | None]:
+    """The first call of a kind: compiled where it has to be, launched by Triton and noted."""
+    # One tensor for two of them would be one place: other objects over the same memory.
+    call = replace(call, q=call.q.detach(), k=call.k.detach(), v=call.v.detach())
+    out = call.empty_out()
+    lse = call.empty_lse() if call.return_lse else None
+    recording = Recording()
+    _launch_there(call, recipe, out, lse, flags, recording)
+    tensors = {"q": call.q, "k": call.k, "v": call.v, "out": out, "lse": lse, "flags": flags}
+    found = links_of(recording, tensors)
+    if found is None:
+        return out, lse, None
+    links, scratch_bytes = found
+    return out, lse, Prepared(Chain(links, VALUES), scratch_bytes, call, recipe, LOG2E.value)
+
+
+def _launch_there(
+    call: Call,
+    recipe: Recipe,
+    out: Tensor,
+    lse: Tensor | None,
+    flags: Tensor | None,
+    recording: Recording | None = None,
+) -> None:
+    """`_launch` on the device of the call."""
     elsewhere = call.q.device.type == "cuda" and call.q.device.index != torch.cuda.current_device()
     try:
         with torch.cuda.device(call.q.device) if elsewhere else nullcontext():
-            _launch(call, recipe, out, lse, flags)
+            _launch(call, recipe, out, lse, flags, recording)
     except (CompilationError, OutOfResources, PTXASError) as error:
         raise KernelUnavailable(
             f"triton.{recipe.name} does not compile for this GPU and call "
             f"({tile_of(call, recipe)}): {error}"
         ) from error
-    return out, lse
 
 
 def _lse_of_nothing(call: Call, lse: Tensor) -> Tensor:
@@ -95,66 +125,20 @@ def _lse_of_nothing(call: Call, lse: Tensor) -> Tensor:
 
 
 def _launch(
-    call: Call, recipe: Recipe, out: Tensor, lse: Tensor | None, flags: Tensor | None
+    call: Call,
+    recipe: Recipe,
+    out: Tensor,
+    lse: Tensor | None,
+    flags: Tensor | None,
+    recording: Recording | None = None,
 ) -> None:
-    if call.attn_mask is not None or call.sinks is not None or call.packed:
-        check(recipe)
-        tile = tile_of(call, recipe)
-        live = live_tiles(call, tile.block_m, tile.block_n)
-        codes = prepare(call, recipe, None if live is None else live.seen)
-        attend(call, recipe, tile, codes, live, out, lse, flags)
-        if flags is not None:
-            fallback.run_where(flags, call, out, lse)
-        return
-    key = _signature(call, recipe, flags is not None)
-    tensors = {"q": call.q, "k": call.k, "v": call.v, "out": out, "lse": lse, "flags": flags}
-    replay = _REPLAYS.get(key)
-    if replay is not None:
-        replay.run(call.q.device, tensors)
-        return
     check(recipe)
     tile = tile_of(call, recipe)
-    recording = Recording()
-    codes = prepare(call, recipe, None, recording)
-    attend(call, recipe, tile, codes, None, out, lse, flags, recording)
+    live = live_tiles(call, tile.block_m, tile.block_n)
+    codes = prepare(call, recipe, None if live is None else live.seen, recording)
+    attend(call, recipe, tile, codes, live, out, lse, flags, recording)
     if flags is not None:
         fallback.run_where(flags, call, out, lse, recording)
-    replay = replay_of(recording, tensors)
-    if replay is not None:
-        if len(_REPLAYS) >= MOST_REPLAYS:
-            _REPLAYS.clear()
-        _REPLAYS[key] = replay
-
-
-def _signature(call: Call, recipe: Recipe, guarded: bool) -> tuple[Any, ...]:
-    """All that compiled kernels and their integer arguments depend on."""
-    q, k, v = call.q, call.k, call.v
-    addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    aligned = (addresses[0] | addresses[1] | addresses[2]) % 16 == 0
-    return (
-        recipe,
-        guarded,
-        q.device.index,
-        q.shape,
-        k.shape,
-        v.shape,
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        q.dtype,
-        k.dtype,
-        v.dtype,
-        aligned or tuple(address % 16 for address in addresses),
-        q is k,
-        k is v,
-        q is v,
-        call.scale,
-        call.causal_offset,
-        call.window,
-        call.softcap,
-        call.bshd_out,
-        call.return_lse,
-    )
 
 
 def check(recipe: Recipe) -> None:

@@ -1,20 +1,31 @@
-"""Launches of Triton kernels, remembered: a call like an earlier one replays its launches with new
-pointers, which costs the host a fraction. Knows no arithmetic.
+"""Launches of Triton kernels, noted so that calls of the same kind launch the machine code
+themselves, parameters packed once. Knows no arithmetic.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sagepatch.backends import prepared
+from sagepatch.backends.chain import Argument, Link, Moving, MovingMap
+from sagepatch.backends.cuda.cubin import resources
+from sagepatch.backends.driver import PROMOTION_128_BYTES, tensor_map
+from sagepatch.backends.parameters import FLAG, FLOAT, INT, LONG, MAP, POINTER, Layout
+
 # Scratch tensors start at multiples of this, as torch's allocator aligns its blocks.
 ALIGNMENT = 512
+# Of the parameters of our kernels, the softmax scale times log2(e).
+FACTOR_NAME = "factor"
+_LETTERS = {"i1": FLAG, "i8": FLAG, "i32": INT, "u32": INT, "i64": LONG, "u64": LONG}
+# Triton numbers the types of tensor maps as the device does, the driver otherwise.
+_TYPES = {8: 10, 9: 8, 10: 9}
+MOST_MAPS = 8192
 
 
 @dataclass(slots=True)
@@ -38,84 +49,124 @@ def launch(
         recording.launches.append((compiled, programs, [*args, *constants.values()]))
 
 
-@dataclass(frozen=True, slots=True)
-class _Scratch:
-    """A place in the scratch memory of a replay, as far as a descriptor asks."""
-
-    pointer: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.pointer
-
-
-# Argument number, and what to fill in: a tensor of the call by name, or an offset into the scratch
-# memory.
-_Slot = tuple[int, int | str]
+# What of a call's tensors is whose place among the values of a chain.
+_PLACES = {
+    "q": prepared.Q,
+    "k": prepared.K,
+    "v": prepared.V,
+    "out": prepared.OUT,
+    "lse": prepared.LSE,
+    "flags": prepared.FLAGS,
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """What a call of known shape does again: each launch with its pointers filled in anew."""
+def links_of(
+    recording: Recording, tensors: dict[str, Tensor | None], scratch: int = 0
+) -> tuple[list[Link], int] | None:
+    """The launches of a recording as links of a chain, and the end of the scratch memory that they
+    want from `scratch` on; None where nothing was launched, or a kernel asks for more than a plain
+    launch has.
 
-    steps: tuple[tuple[Callable[..., None], tuple[Any, ...], tuple[_Slot, ...]], ...]
-    scratch_bytes: int
-
-    def run(self, device: torch.device, tensors: dict[str, Tensor | None]) -> None:
-        """Launch on the current stream; `tensors` are those of the call, by the names given to
-        `replay_of`.
-        """
-        scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
-        base = scratch.data_ptr()
-        for runner, template, slots in self.steps:
-            args = list(template)
-            for position, source in slots:
-                if isinstance(source, str):
-                    args[position] = tensors[source]
-                elif args[position] is None:
-                    args[position] = base + source
-                else:
-                    args[position] = _moved(args[position], base + source)
-            runner(*args)
-
-
-def _moved(descriptor: TensorDescriptor, pointer: int) -> TensorDescriptor:
-    """`descriptor` over the same matrix at another place."""
-    moved = copy.copy(descriptor)
-    moved.base = _Scratch(pointer, descriptor.base.dtype)
-    return moved
-
-
-def replay_of(recording: Recording, tensors: dict[str, Tensor | None]) -> Replay | None:
-    """Turn a recording into a replay; tensors that are not among `tensors` are scratch."""
-    if not recording.launches:
-        return None
-    names = {id(tensor): name for name, tensor in tensors.items() if tensor is not None}
+    `tensors` are those of the call, by the names above; any other one is scratch memory.
+    """
+    places = {id(tensor): _PLACES[name] for name, tensor in tensors.items() if tensor is not None}
     offsets: dict[int, int] = {}
-    total = 0
-    steps = []
+    end = scratch
 
-    def place(tensor: Tensor) -> int:
+    def moving(tensor: Tensor) -> Moving:
+        nonlocal end
+        if id(tensor) in places:
+            return Moving(places[id(tensor)])
         # By address: a descriptor holds a view of the tensor that another launch wrote.
-        nonlocal total
         pointer = tensor.data_ptr()
         if pointer not in offsets:
-            offsets[pointer] = total
-            size = tensor.numel() * tensor.element_size()
-            total += -(-size // ALIGNMENT) * ALIGNMENT
-        return offsets[pointer]
+            offsets[pointer] = end
+            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        return Moving(prepared.SCRATCH, offsets[pointer])
 
+    links = []
     for compiled, programs, args in recording.launches:
-        slots: list[tuple[int, int | str]] = []
-        template = list(args)
-        for position, arg in enumerate(args):
-            if isinstance(arg, TensorDescriptor):
-                slots.append((position, place(arg.base)))
-                # Only its measures are kept, not the memory.
-                template[position] = _moved(arg, 0)
-            elif isinstance(arg, Tensor):
-                template[position] = None
-                name = names.get(id(arg))
-                slots.append((position, place(arg) if name is None else name))
-        steps.append((compiled[(programs, 1, 1)], tuple(template), tuple(slots)))
-    return Replay(tuple(steps), total)
+        link = _link(compiled, programs, args, moving)
+        if link is None:
+            return None
+        links.append(link)
+    return (links, end) if links else None
+
+
+def _link(
+    compiled: Any, programs: int, args: list[Any], moving: Callable[[Tensor], Moving]
+) -> Link | None:
+    """One launch, its parameters in the order that Triton gives them: arguments that are no
+    constants, a descriptor as its map, shape and strides, and two pointers to scratch memory of its
+    own, which our kernels have not.
+    """
+    said = compiled.metadata
+    if said.num_ctas != 1 or said.launch_cooperative_grid or said.launch_pdl:
+        return None
+    if said.global_scratch_size or said.profile_scratch_size:
+        return None
+    letters, found = "", list[Argument]()
+    described = iter(said.tensordesc_meta or ())
+    for (name, kind), arg in zip(compiled.src.signature.items(), args, strict=True):
+        if kind == "constexpr":
+            continue
+        if kind.startswith("tensordesc"):
+            at, form = moving(arg.base), next(described, None)
+            if form is None:
+                return None
+            letters += MAP + INT * len(arg.shape) + LONG * len(arg.strides)
+            encode = partial(_encoded, *_map_form(form, arg))
+            found += [MovingMap(at.value, at.offset, encode), *arg.shape, *arg.strides]
+        elif kind.startswith("*"):
+            letters += POINTER
+            found.append(moving(arg))
+        elif kind == "fp32":
+            letters += FLOAT
+            found.append(Moving(prepared.FACTOR) if name == FACTOR_NAME else arg)
+        elif kind in _LETTERS:
+            letters += _LETTERS[kind]
+            found.append(arg)
+        else:
+            return None
+    layout = Layout.of(letters + 2 * POINTER)
+    (made,) = (r for r in resources(compiled.asm["cubin"]) if r.kernel == said.name)
+    if layout.sizes != tuple(size for _, size in made.params):
+        return None
+    return Link(
+        name=said.name,
+        function=compiled.function,
+        blocks=programs,
+        threads=32 * said.num_warps,
+        shared_bytes=said.shared,
+        layout=layout,
+        args=(*found, 0, 0),
+        owner=compiled,
+    )
+
+
+def _map_form(form: dict[str, Any], descriptor: TensorDescriptor) -> tuple[Any, ...]:
+    """What a tensor map of a descriptor is made from, but for the address."""
+    assert descriptor.padding == "zero"
+    return (
+        _TYPES.get(form["elem_type"], form["elem_type"]),
+        form["elem_size"],
+        tuple(descriptor.shape),
+        tuple(descriptor.strides[:-1]),
+        tuple(form["block_size"]),
+        form["swizzle"],
+    )
+
+
+@lru_cache(maxsize=MOST_MAPS)
+def _encoded(
+    kind: int,
+    element_bytes: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: int,
+    pointer: int,
+) -> bytes:
+    return tensor_map(
+        pointer, kind, element_bytes, shape, strides, box, swizzle, PROMOTION_128_BYTES
+    )
