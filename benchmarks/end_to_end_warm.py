@@ -22,9 +22,9 @@ LONGEST = 40_000
 
 def jobs(cases: Iterable[Case]) -> list[tuple[str, tuple[Shape, ...]]]:
     """Kernels with the calls that share their machine code, the slowest compilers first."""
-    kinds: dict[tuple[int, bool, bool], list[Shape]] = {}
+    kinds: dict[tuple[int, bool, bool, bool], list[Shape]] = {}
     for shape in dict.fromkeys(shape for case in cases for shape in case.shapes):
-        kind = (shape.head_dim, shape.causal, shape.q_len == shape.kv_len)
+        kind = (shape.head_dim, shape.causal, shape.masked, shape.q_len == shape.kv_len)
         kinds.setdefault(kind, []).append(shape)
     found = []
     for name in sorted(KERNELS, reverse=True):
@@ -53,7 +53,12 @@ def run(job: tuple[str, tuple[Shape, ...]], began: float) -> str:
             q = torch.randn(shape.batch, shape.q_len, heads, shape.head_dim, **how).transpose(1, 2)
             k = torch.randn(shape.batch, shape.kv_len, keys, shape.head_dim, **how).transpose(1, 2)
             offset = 0 if shape.causal else None
-            call = Call(q, k, k, shape.head_dim**-0.5, causal_offset=offset, bshd_out=True)
+            mask = torch.ones(1, 1, 1, shape.kv_len, dtype=torch.bool, device="cuda")
+            call = Call(
+                *(q, k, k, shape.head_dim**-0.5, mask if shape.masked else None),
+                causal_offset=offset,
+                bshd_out=True,
+            )
             run_layer(layer, call)
             torch.cuda.synchronize()
             torch.cuda.empty_cache()

@@ -109,12 +109,13 @@ def test_jobs_hold_every_kernel_on_every_kind_of_call() -> None:
     for name in KERNELS:
         shapes = [shape for job, some in found for shape in some if job == name]
         assert len(shapes) == len(set(shapes))
-        assert {(s.head_dim, s.causal, s.q_len == s.kv_len) for s in shapes} == {
-            (128, False, True),
-            (128, False, False),
-            (128, True, True),
-            (64, False, True),
-            (64, False, False),
+        assert {(s.head_dim, s.causal, s.masked, s.q_len == s.kv_len) for s in shapes} == {
+            (128, False, False, True),
+            (128, False, False, False),
+            (128, False, True, True),
+            (128, True, False, True),
+            (64, False, False, True),
+            (64, False, False, False),
         }
     assert ("cuda.sage2_8", Shape(1, 40, 75600, 75600, 128)) in [
         (name, shape) for name, some in found for shape in some

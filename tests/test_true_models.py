@@ -53,7 +53,8 @@ class Calls(TorchFunctionMode):
             kv_heads = 0 if key.shape[1] == query.shape[1] else key.shape[1]
             causal = bool(given.get("is_causal"))
             B, heads, queries, dim = query.shape
-            self.calls.add(Shape(B, heads, queries, key.shape[2], dim, kv_heads, causal))
+            masked = given.get("attn_mask") is not None
+            self.calls.add(Shape(B, heads, queries, key.shape[2], dim, kv_heads, causal, masked))
         return func(*args, **(kwargs or {}))
 
 
