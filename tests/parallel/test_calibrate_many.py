@@ -5,6 +5,7 @@ two GPUs by accelerate (on a CPU it starts several processes only over MPI).
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ LAUNCHERS = {
     "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
     "accelerate": [
         *("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"),
+        *("--main_process_port", "0"),  # any that is free
         *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
     ],
 }
@@ -29,21 +31,43 @@ TWO_GPUS = [
 ]
 
 
-def plan_of(launcher: list[str], folder: Path) -> Plan:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", *launcher, str(EXAMPLE), "--emulate"),
-            *("--model", str(folder / "flux"), "--prompts", str(folder / "prompts.txt")),
-            *("--steps", "2", "--size", "32", "--plan", str(folder / "plan.json")),
-        ],
-        capture_output=True,
+def finished(command: list[str], longest_s: float) -> str:
+    """What a command printed. One that takes too long fails with the stacks of all its processes."""
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=280,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
+        start_new_session=True,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("plan.json: ") == 1
+    try:
+        out, err = process.communicate(timeout=longest_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGABRT)
+        _, err = process.communicate(timeout=20)
+        pytest.fail(f"no end within {longest_s:.0f} s:\n{err[-6000:]}")
+    assert process.returncode == 0, err[-6000:]
+    return out
+
+
+def plan_of(launcher: list[str], folder: Path) -> Plan:
+    command = [
+        *(sys.executable, "-m", *launcher, str(EXAMPLE), "--emulate"),
+        *("--model", str(folder / "flux"), "--prompts", str(folder / "prompts.txt")),
+        *("--steps", "2", "--size", "32", "--plan", str(folder / "plan.json")),
+    ]
+    assert finished(command, 150).count("plan.json: ") == 1
     return Plan.load(folder / "plan.json")
+
+
+@pytest.mark.slow
+def test_a_command_that_hangs_is_ended_and_told() -> None:
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(99)'])"
+    with pytest.raises(
+        pytest.fail.Exception, match=r"(?s)no end within 2 s.*most recent call first"
+    ):
+        finished([sys.executable, "-c", code], 2)
 
 
 @pytest.mark.slow

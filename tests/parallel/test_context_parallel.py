@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from parallel.ranks import on_ranks
+from parallel.ranks import NCCL, on_ranks
 from parallel.work import (
     ModelCase,
     ModelTold,
@@ -173,7 +173,7 @@ def test_flux_on_two_gpus(tmp_path: Path) -> None:
         for degrees in (ULYSSES, RING)
         for variant, patch_first in (("exact", True), (QUANTISED, False), (KERNEL, True))
     ]
-    ranks = on_ranks(2, each, tmp_path, one_model, cases, "cuda", backend="nccl")
+    ranks = on_ranks(2, each, tmp_path, one_model, cases, "cuda", **NCCL)
     for case, told in zip(cases, zip(*ranks, strict=True), strict=True):
         expected = unpatched(case.model)
         for one in told:
@@ -190,7 +190,7 @@ def test_flux_on_two_gpus(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_compiled_on_two_gpus(tmp_path: Path) -> None:
     cases = [ModelCase("flux", ULYSSES, KERNEL), ModelCase("flux", RING, KERNEL)]
-    ranks = on_ranks(2, each, tmp_path, compiled, cases, "cuda", backend="nccl")
+    ranks = on_ranks(2, each, tmp_path, compiled, cases, "cuda", **NCCL)
     for case, told in zip(cases, zip(*ranks, strict=True), strict=True):
         for one in told:
             torch.testing.assert_close(one.out, one.restored, rtol=1e-3, atol=1e-3)
@@ -203,7 +203,7 @@ def test_compiled_on_two_gpus(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
 def test_ulysses_in_a_ring_on_four_gpus(tmp_path: Path) -> None:
     cases = [ModelCase("flux", BOTH, KERNEL), ModelCase("wan", BOTH, KERNEL, False)]
-    ranks = on_ranks(4, each, tmp_path, one_model, cases, "cuda", backend="nccl")
+    ranks = on_ranks(4, each, tmp_path, one_model, cases, "cuda", **NCCL)
     for case, told in zip(cases, zip(*ranks, strict=True), strict=True):
         expected = unpatched(case.model)
         for one in told:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from diffusers.models import transformers
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
-from parallel.ranks import on_ranks
+from parallel.ranks import NCCL, on_ranks
 from parallel.work import CallCase, CallTold, each, one_call
 from torch import Tensor
 
@@ -206,7 +206,7 @@ KERNEL_SLACK = 1.15
 def test_calls_on_two_gpus(tmp_path: Path) -> None:
     emulated = [SERVED[name] for name in ON_GPUS]
     kernels = [replace(case, variant=f"triton.{case.variant[9:]}") for case in emulated]
-    ranks = on_ranks(2, each, tmp_path, one_call, kernels, "cuda", backend="nccl")
+    ranks = on_ranks(2, each, tmp_path, one_call, kernels, "cuda", **NCCL)
     for case, kernel, told in zip(emulated, kernels, zip(*ranks, strict=True), strict=True):
         parts = [one.out for one in told]
         assert all(isinstance(part, Tensor) for part in parts), parts

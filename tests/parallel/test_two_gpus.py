@@ -20,6 +20,7 @@ import sagepatch
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.slow,
+    pytest.mark.timeout(120),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 RECIPE = "sage2_8b_k128"
