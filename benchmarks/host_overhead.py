@@ -2,8 +2,9 @@
 
     python benchmarks/host_overhead.py > benchmarks/host_overhead.csv
 
-A call so small that the GPU waits for the host; nothing is synchronised between calls. `call_us`:
-`sagepatch.attention`; `backend_us`: the backend's part of it; `launches_us`: its launches alone.
+A call so small that the GPU waits for the host; nothing is synchronised between calls. Rows `call`:
+`sagepatch.attention`; rows `layer`: a patched layer with its guard. `call_us`: the whole of it,
+`backend_us`: from the backend's entry on, `launches_us`: its launches alone.
 """
 
 from __future__ import annotations
@@ -12,23 +13,27 @@ import csv
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 import sagepatch
-from sagepatch.backends.cuda import attention as cuda_attention
-from sagepatch.backends.cuda.launch import Kernel
-from sagepatch.backends.triton import attention as triton_attention
+from sagepatch.backends import prepared, unusable
+from sagepatch.backends.catalogue import BY_NAME
+from sagepatch.backends.chain import _Frame
+from sagepatch.backends.driver import launcher
+from sagepatch.backends.guard import DeviceGuard
+from sagepatch.dispatch import Request
 from sagepatch.env import Machine
-from sagepatch.numerics.recipe import RECIPES, Recipe
+from sagepatch.functional import run as run_call
+from sagepatch.layer import PatchedLayer, Policy
+from sagepatch.ops import run_variant
 from sagepatch.spec import Call
 
 CALLS = 300
-RECIPE_NAMES = {"triton": "sage2_8", "cuda": "sage2pp_8_d4"}
+VARIANTS = ("triton.sage2_8", "cuda.sage2pp_8_d4")
 FIELDS = (
-    *("toolchain", "recipe", "call_us", "backend_us", "launches_us", "beyond_us"),
-    *("gpu", "driver", "torch", "triton", "command"),
+    *("toolchain", "recipe", "row", "kernels", "call_us", "backend_us", "launches_us"),
+    *("beyond_us", "gpu", "driver", "torch", "triton", "command"),
 )
 
 
@@ -47,44 +52,29 @@ def microseconds(run: Callable[[], object]) -> float:
     return best / CALLS * 1e6
 
 
-def triton_launches(call: Call, recipe: Recipe) -> list[Callable[[], object]]:
-    """Every launch of a call of the Triton backend, with the arguments that it had."""
-    triton_attention.run(call, recipe)
-    (replay,) = [r for r in triton_attention._REPLAYS.values() if r is not None]
-    room = torch.empty(replay.scratch_bytes, dtype=torch.uint8, device="cuda")
-    out = call.empty_out()
-    given = {"q": call.q, "k": call.k, "v": call.v, "out": out}
-    found: list[Callable[[], object]] = []
-    for runner, template, slots in replay.steps:
-        args = list(template)
-        for position, source in slots:
-            if isinstance(source, str):
-                args[position] = given[source]
-            elif args[position] is None:
-                args[position] = room.data_ptr() + source
-            else:
-                moved = args[position]
-                moved.base = room[source:].view(moved.base.dtype)
-        found.append(lambda runner=runner, args=tuple(args): runner(*args))
-    return found
+def launches(known: prepared.Prepared, call: Call, flags: torch.Tensor) -> Callable[[], object]:
+    """Every launch of a known kind of call, with the arguments of one."""
+    out, room = call.empty_out(), torch.empty(known.scratch_bytes, dtype=torch.uint8, device="cuda")
+    frame = _Frame(known.chain.links, known.chain.values)
+    frame.move(
+        prepared.values_of(
+            call,
+            out=out.data_ptr(),
+            scratch=room.data_ptr(),
+            flags=flags.data_ptr(),
+            factor=call.scale * known.factor_of_scale,
+        )
+    )
+    frame.follow(torch.cuda.current_stream().cuda_stream)
+    launch = launcher()
 
+    def run() -> None:
+        for config, function, params in frame.launches:
+            launch(config, function, params, None)
 
-def cuda_launches(call: Call, recipe: Recipe) -> list[Callable[[], object]]:
-    """Every launch of a call of the CUDA backend, with the arguments that it had."""
-    made: list[tuple[Kernel, tuple[Any, ...]]] = []
-    launch = Kernel.__call__
-
-    def record(kernel: Kernel, *args: Any) -> None:
-        made.append((kernel, args))
-        launch(kernel, *args)
-
-    Kernel.__call__ = record  # type: ignore[assignment, method-assign]
-    try:
-        cuda_attention.run(call, recipe)
-    finally:
-        Kernel.__call__ = launch  # type: ignore[method-assign]
-    torch.cuda.synchronize()
-    return [lambda kernel=kernel, args=args: kernel(*args) for kernel, args in made]
+    # What the launches write stays theirs as long as they may run.
+    run.memory = (frame, out, room)  # type: ignore[attr-defined]
+    return run
 
 
 def main() -> None:
@@ -93,33 +83,45 @@ def main() -> None:
     writer.writeheader()
     q, k, v = (torch.randn(1, 2, 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     call = Call(q, k, v, 0.125)
-    for toolchain, name in RECIPE_NAMES.items():
-        recipe = RECIPES[name]
-        backend, launches = {
-            "triton": (triton_attention.run, triton_launches),
-            "cuda": (cuda_attention.run, cuda_launches),
-        }[toolchain]
-        variant = f"{toolchain}.{name}"
-        with torch.no_grad():
-            sagepatch.attention(q, k, v, variant=variant)
-            alone = sum(microseconds(run) for run in launches(call, recipe))
-            whole = microseconds(lambda v_=variant: sagepatch.attention(q, k, v, variant=v_))
-            inside = microseconds(lambda b=backend, r=recipe: b(call, r))
-        writer.writerow(
-            {
-                "toolchain": toolchain,
-                "recipe": name,
-                "call_us": f"{whole:.1f}",
-                "backend_us": f"{inside:.1f}",
-                "launches_us": f"{alone:.1f}",
-                "beyond_us": f"{whole - alone:.1f}",
-                "gpu": machine.gpu_name,
-                "driver": machine.driver,
-                "torch": machine.versions["torch"],
-                "triton": machine.versions.get("triton"),
-                "command": "python benchmarks/host_overhead.py",
-            }
-        )
+    torch.set_grad_enabled(False)
+    for name in VARIANTS:
+        variant = BY_NAME[name]
+        layer = PatchedLayer("layer", "self", Policy(), Request(name), unusable)
+        guard = DeviceGuard(q.device)
+        ways: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+            "call": (
+                lambda name=name: sagepatch.attention(q, k, v, variant=name),
+                lambda variant=variant: run_variant(variant, call),
+            ),
+            "layer": (
+                lambda layer=layer: run_call(Call(q, k, v, 0.125), handle=layer.handle),
+                lambda guard=guard, variant=variant: guard.run(variant, call),
+            ),
+        }
+        for row, (whole, backend) in ways.items():
+            before = set(prepared._PREPARED)
+            backend()
+            (key,) = set(prepared._PREPARED) - before
+            known = prepared._PREPARED[key]
+            launches_us = microseconds(launches(known, call, guard.flags))
+            call_us = microseconds(whole)
+            writer.writerow(
+                {
+                    "toolchain": variant.toolchain,
+                    "recipe": variant.recipe.name,
+                    "row": row,
+                    "kernels": len(known.chain.links),
+                    "call_us": f"{call_us:.1f}",
+                    "backend_us": f"{microseconds(backend):.1f}",
+                    "launches_us": f"{launches_us:.1f}",
+                    "beyond_us": f"{call_us - launches_us:.1f}",
+                    "gpu": machine.gpu_name,
+                    "driver": machine.driver,
+                    "torch": machine.versions["torch"],
+                    "triton": machine.versions.get("triton"),
+                    "command": "python benchmarks/host_overhead.py",
+                }
+            )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from sagepatch.backends.prepared import ALIGNMENT, Prepared, find
+from sagepatch.backends.prepared import ALIGNMENT, Prepared, find, kind_of_mask
 from sagepatch.bounded import Bounded
 from sagepatch.layer import capturing
 from sagepatch.ops import chosen_for, observed
@@ -59,7 +59,7 @@ def key_of(
     if mask is not None:
         if type(mask) is not Tensor or mask.layout is not torch.strided or mask.is_nested:
             return None
-        seen = (mask.shape, mask.stride(), mask.dtype, mask.device)
+        seen = kind_of_mask(mask)
     if torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad

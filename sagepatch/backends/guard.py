@@ -70,9 +70,13 @@ class DeviceGuard:
     def run(self, variant: Variant, call: Call) -> tuple[Tensor, Tensor | None]:
         """Run one kernel on one call, and exact attention over it where it was not finite."""
         if variant.toolchain == "triton":
-            from sagepatch.backends.triton.attention import run_guarded
+            from sagepatch.backends.triton import attention as triton_attention
 
-            return run_guarded(call, variant.recipe, self.flags)
+            return triton_attention.run_guarded(call, variant.recipe, self.flags)
+        if variant.toolchain == "cuda":
+            from sagepatch.backends.cuda import attention as cuda_attention
+
+            return cuda_attention.run_guarded(call, variant.recipe, self.flags)
         from sagepatch.backends.triton.exact import guard
 
         out, lse = load(variant.entry)(call, variant.recipe)

@@ -116,7 +116,10 @@ _PREPARED: Bounded[tuple[Any, ...], Prepared] = Bounded(MOST_KINDS)
 
 def kind_of(call: Call) -> tuple[Any, ...]:
     """All that launches depend on but for addresses, as cheaply as Python allows."""
-    q, k, v, mask, members = call.q, call.k, call.v, call.attn_mask, call.cu_seqlens_kv
+    q, k, v, mask, cu_q, cu_k = (
+        *(call.q, call.k, call.v, call.attn_mask),
+        *(call.cu_seqlens_q, call.cu_seqlens_kv),
+    )
     at = q.data_ptr(), k.data_ptr(), v.data_ptr()
     return (
         *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
@@ -124,9 +127,16 @@ def kind_of(call: Call) -> tuple[Any, ...]:
         not (at[0] | at[1] | at[2]) % ALIGNMENT or tuple(a % ALIGNMENT for a in at),
         *(call.causal_offset, call.window, call.softcap, call.bshd_out, call.return_lse),
         call.sinks is None,
-        None if mask is None else (mask.shape, mask.stride(), mask.dtype),
-        None if members is None else members.shape,
+        None if mask is None else kind_of_mask(mask),
+        None
+        if cu_q is None or cu_k is None
+        else (cu_k.shape, cu_q.data_ptr() % ALIGNMENT, cu_k.data_ptr() % ALIGNMENT),
     )
+
+
+def kind_of_mask(mask: Tensor) -> tuple[Any, ...]:
+    """What launches depend on of a mask."""
+    return mask.shape, mask.stride(), mask.dtype, mask.device, mask.data_ptr() % ALIGNMENT
 
 
 def serve(

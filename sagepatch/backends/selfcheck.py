@@ -32,7 +32,8 @@ logger = logging.getLogger("sagepatch")
 SHAPE = {"batch": 2, "q_heads": 4, "kv_heads": 2, "q_len": 130, "kv_len": 201, "head_dim": 64}
 # Beside the record's tolerance: the emulator sums in tiles of its own.
 SLACK = 0.02
-_LOCK = threading.RLock()
+# Kernels are checked side by side, each once.
+_LOCKS: dict[tuple[str, str], threading.RLock] = {}
 # (kernel, GPU) -> why it failed, None where it passed.
 _RESULTS: dict[tuple[str, str], str | None] = {}
 
@@ -82,7 +83,7 @@ def _failure_on(variant: Variant, index: int) -> str | None:
         return None
     gpu = torch.cuda.get_device_name(index)
     key = (variant.name, gpu)
-    with _LOCK:
+    with _LOCKS.setdefault(key, threading.RLock()):
         if key in _RESULTS:
             return _RESULTS[key]
         if torch.cuda.is_current_stream_capturing():

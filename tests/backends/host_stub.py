@@ -78,6 +78,7 @@ _POINTERS = {
     torch.float32: "*fp32",
     torch.int8: "*i8",
     torch.int32: "*i32",
+    torch.uint8: "*u8",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
 
@@ -123,7 +124,8 @@ def _install_triton(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> None:
     genuine = launching.links_of
     for module in (triton_attention, triton_prepass, exact):
         monkeypatch.setattr(module, "launch", launch)
-    monkeypatch.setattr(triton_attention, "links_of", links_of)
+    for module in (triton_attention, exact):
+        monkeypatch.setattr(module, "links_of", links_of)
     monkeypatch.setattr(triton_attention, "arch_of", lambda device: 90)
     encoded = lambda pointer, *form: pointer.to_bytes(8, "little") * 16  # noqa: E731
     monkeypatch.setattr(launching, "tensor_map", encoded)

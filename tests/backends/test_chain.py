@@ -212,3 +212,23 @@ def test_empty_calls_launch_nothing(driver, empty):
     assert out.shape == call.q.shape
     assert not out.any()
     assert lse.eq(-math.inf).all()
+
+
+def test_a_guard_is_two_links_more(driver):
+    pytest.importorskip("triton")
+    flags = torch.zeros(2, dtype=torch.int32)
+    for name in ("plain", "mask"):
+        call = make() if name == "plain" else OTHERS["mask"]
+        for _ in range(2):
+            driver.launches.clear()
+            out, _ = attention.run_guarded(call, RECIPE, flags)
+        known = list(prepared._PREPARED.values())[-1]
+        names = [link.name for link in known.chain.links]
+        assert names[-3:] == ["attention", "flag_non_finite", "exact_where"]
+        assert len(driver.launches) == len(names)
+        flag, exact = driver.values(-2), driver.values(-1)
+        assert flag[:2] == (out.data_ptr(), flags.data_ptr())
+        assert exact[:4] == (flags.data_ptr(), *(t.data_ptr() for t in (call.q, call.k, call.v)))
+        if call.attn_mask is not None:
+            assert exact[4] == call.attn_mask.data_ptr()
+        assert out.data_ptr() in exact

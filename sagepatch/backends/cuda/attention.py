@@ -328,25 +328,44 @@ def run(call: Call, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
     Output [B, Hq, Sq, Dv] in v's dtype and the order that the call asks for, and the natural
     log-sum-exp [B, Hq, Sq] fp32 where it asks for one. A query that sees no key gives 0 and -inf.
     """
+    return _run(call, recipe, None)
+
+
+def run_guarded(call: Call, recipe: Recipe, flags: Tensor) -> tuple[Tensor, Tensor | None]:
+    """As `run`, and where the result is not finite the exact kernel of the Triton backend
+    overwrites it, decided on the device: `triton.attention.run_guarded` says what `flags` are.
+    """
+    return _run(call, recipe, flags)
+
+
+def _run(call: Call, recipe: Recipe, flags: Tensor | None) -> tuple[Tensor, Tensor | None]:
     if 0 in call.q.shape or 0 in call.v.shape:
         out = call.empty_out().zero_()
         return out, call.empty_lse().fill_(-math.inf) if call.return_lse else None
-    return serve("cuda", _begin, call, recipe)
+    return serve("cuda", _begin, call, recipe, flags)
 
 
 def _begin(
     call: Call, recipe: Recipe, flags: Tensor | None
-) -> tuple[Tensor, Tensor | None, Prepared]:
+) -> tuple[Tensor, Tensor | None, Prepared | None]:
     """The first call of a kind."""
     raw_q = raw_strides(call, recipe)
     with torch.cuda.device(call.q.device):
         prepass = plan_of(form_of(call, recipe, raw_q=raw_q is not None))
         launch = launch_of(Shape.of(call, recipe, call.empty_out(), raw_q))
         own = prepass.scratch_bytes
-        links = (*prepass.links(), *launch.links(Operands.in_scratch(prepass), own))
-        chain, scratch_bytes = Chain(links, VALUES), own + launch.scratch_bytes
-        prepared = Prepared(chain, scratch_bytes, call, recipe, LOG2E)
-        return *again(prepared, call, flags), prepared
+        links = [*prepass.links(), *launch.links(Operands.in_scratch(prepass), own)]
+        prepared = Prepared(Chain(links, VALUES), own + launch.scratch_bytes, call, recipe, LOG2E)
+        out, lse = again(prepared, call, flags)
+        if flags is None:
+            return out, lse, prepared
+        from sagepatch.backends.triton.exact import links_of_guard
+
+        behind = links_of_guard(flags, call, out, lse)
+        if behind is None:
+            return out, lse, None
+        chain = Chain([*links, *behind], VALUES)
+        return out, lse, Prepared(chain, prepared.scratch_bytes, call, recipe, LOG2E)
 
 
 def attend(call: Call, recipe: Recipe, codes: Codes, out: Tensor, lse: Tensor | None) -> None:

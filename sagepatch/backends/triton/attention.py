@@ -19,7 +19,7 @@ from sagepatch.backends.chain import Chain
 from sagepatch.backends.prepared import VALUES, Prepared, serve
 from sagepatch.backends.triton import exact as fallback
 from sagepatch.backends.triton.kernel import attention
-from sagepatch.backends.triton.launching import Recording, launch, links_of
+from sagepatch.backends.triton.launching import Recording, launch, links_of, tensors_of
 from sagepatch.backends.triton.masks import LiveTiles, live_tiles
 from sagepatch.backends.triton.prepass import INTERPRETED, Codes, prepare
 from sagepatch.backends.triton.primitives import LOG2E
@@ -90,8 +90,7 @@ def _begin(
     lse = call.empty_lse() if call.return_lse else None
     recording = Recording()
     _launch_there(call, recipe, out, lse, flags, recording)
-    tensors = {"q": call.q, "k": call.k, "v": call.v, "out": out, "lse": lse, "flags": flags}
-    found = links_of(recording, tensors)
+    found = links_of(recording, tensors_of(call, out, lse, flags))
     if found is None:
         return out, lse, None
     links, scratch_bytes = found

@@ -6,13 +6,15 @@ guard runs behind a quantised kernel without asking the host.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagepatch.backends.triton.launching import Recording, launch
+from sagepatch.backends.chain import Link
+from sagepatch.backends.triton.launching import Recording, launch, links_of, tensors_of
 from sagepatch.backends.triton.primitives import (
     LOG2E,
     mask_of,
@@ -24,6 +26,8 @@ from sagepatch.backends.triton.primitives import (
 )
 from sagepatch.spec import Call
 
+# Rows of the output that one program looks at.
+FLAG_ROWS = 64
 BLOCK_M = 64
 BLOCK_N = 32
 
@@ -205,7 +209,13 @@ def flag_non_finite(
     tl.atomic_max(Flags, bad, mask=bad != 0)
 
 
-def guard(flags: Tensor, call: Call, out: Tensor, lse: Tensor | None) -> None:
+def guard(
+    flags: Tensor,
+    call: Call,
+    out: Tensor,
+    lse: Tensor | None,
+    recording: Recording | None = None,
+) -> None:
     """Behind a kernel that raises no flag of its own: raise flags[0] where `out` is not finite, and
     overwrite it as `run_where` does. Reads `out` once more.
     """
@@ -213,10 +223,29 @@ def guard(flags: Tensor, call: Call, out: Tensor, lse: Tensor | None) -> None:
     if out.numel() == 0:
         return
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
-        flag_non_finite[(B * Hq * -(-Sq // 64),)](
-            out, flags, Hq, Sq, *out.stride()[:3], DV=Dv, DVP2=triton.next_power_of_2(Dv), ROWS=64
+        launch(
+            flag_non_finite,
+            B * Hq * -(-Sq // FLAG_ROWS),
+            (out, flags, Hq, Sq, *out.stride()[:3]),
+            {"DV": Dv, "DVP2": triton.next_power_of_2(Dv), "ROWS": FLAG_ROWS},
+            recording,
         )
-        run_where(flags, call, out, lse)
+        run_where(flags, call, out, lse, recording)
+
+
+def links_of_guard(flags: Tensor, call: Call, out: Tensor, lse: Tensor | None) -> list[Link] | None:
+    """What `guard` launches, which it does, as links behind the launches of a call's own; None
+    where they cannot be.
+    """
+    call = replace(call, q=call.q.detach(), k=call.k.detach(), v=call.v.detach())
+    recording = Recording()
+    guard(flags, call, out, lse, recording)
+    found = links_of(recording, tensors_of(call, out, lse, flags))
+    if found is None:
+        return None
+    links, scratch_bytes = found
+    assert scratch_bytes == 0
+    return links
 
 
 def run_where(

@@ -17,6 +17,7 @@ from sagepatch.backends.chain import Argument, Link, Moving, MovingMap
 from sagepatch.backends.cuda.cubin import resources
 from sagepatch.backends.driver import PROMOTION_128_BYTES, tensor_map
 from sagepatch.backends.parameters import FLAG, FLOAT, INT, LONG, MAP, POINTER, Layout
+from sagepatch.spec import Call
 
 # Scratch tensors start at multiples of this, as torch's allocator aligns its blocks.
 ALIGNMENT = 512
@@ -54,10 +55,30 @@ _PLACES = {
     "q": prepared.Q,
     "k": prepared.K,
     "v": prepared.V,
+    "mask": prepared.MASK,
+    "cu_q": prepared.CU_Q,
+    "cu_k": prepared.CU_K,
     "out": prepared.OUT,
     "lse": prepared.LSE,
     "flags": prepared.FLAGS,
 }
+
+
+def tensors_of(
+    call: Call, out: Tensor, lse: Tensor | None, flags: Tensor | None
+) -> dict[str, Tensor | None]:
+    """The tensors of a call, by name."""
+    return {
+        "q": call.q,
+        "k": call.k,
+        "v": call.v,
+        "mask": call.attn_mask,
+        "cu_q": call.cu_seqlens_q,
+        "cu_k": call.cu_seqlens_kv,
+        "out": out,
+        "lse": lse,
+        "flags": flags,
+    }
 
 
 def links_of(
@@ -70,6 +91,7 @@ def links_of(
     `tensors` are those of the call, by the names above; any other one is scratch memory.
     """
     places = {id(tensor): _PLACES[name] for name, tensor in tensors.items() if tensor is not None}
+    mask = tensors.get("mask")
     offsets: dict[int, int] = {}
     end = scratch
 
@@ -77,8 +99,11 @@ def links_of(
         nonlocal end
         if id(tensor) in places:
             return Moving(places[id(tensor)])
-        # By address: a descriptor holds a view of the tensor that another launch wrote.
+        # By address: a descriptor holds a view of the tensor that another launch wrote, and a mask
+        # goes by its bytes.
         pointer = tensor.data_ptr()
+        if mask is not None and pointer == mask.data_ptr():
+            return Moving(prepared.MASK)
         if pointer not in offsets:
             offsets[pointer] = end
             end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
