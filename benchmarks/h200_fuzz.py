@@ -14,6 +14,7 @@ import argparse
 import csv
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -50,10 +51,14 @@ def fuzz(args: argparse.Namespace, tally: Path) -> None:
         command += ["-n", str(args.workers)]
     if args.only:
         command += ["-k", args.only]
+    # Workers must not outlive it: a group of their own, told to stop.
+    running = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
-        subprocess.run(command, env=environment, timeout=args.seconds, check=False)
+        running.wait(args.seconds)
     except subprocess.TimeoutExpired:
         print(f"{args.seconds:g} s are over: lanes that had not ended do not count", flush=True)
+        os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
 
 
 def rows(tally: Path) -> list[dict[str, Any]]:
