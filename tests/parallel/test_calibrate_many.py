@@ -32,7 +32,7 @@ TWO_GPUS = [
 
 
 def finished(command: list[str], longest_s: float) -> str:
-    """What a command printed. One that takes too long fails with the stacks of all its processes."""
+    """What a command printed. One that takes too long fails, with the stacks of its processes."""
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -63,10 +63,9 @@ def plan_of(launcher: list[str], folder: Path) -> Plan:
 
 @pytest.mark.slow
 def test_a_command_that_hangs_is_ended_and_told() -> None:
-    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(99)'])"
-    with pytest.raises(
-        pytest.fail.Exception, match=r"(?s)no end within 2 s.*most recent call first"
-    ):
+    inner = "import time; time.sleep(99)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
+    with pytest.raises(pytest.fail.Exception, match=r"(?s)no end within 2 s.*recent call first"):
         finished([sys.executable, "-c", code], 2)
 
 

@@ -1,4 +1,4 @@
-"""The processes of these tests: one that fails, dies or hangs ends its test in time, with a reason."""
+"""The processes of these tests: one that fails, dies or hangs ends its test in time, and tells."""
 
 from __future__ import annotations
 
