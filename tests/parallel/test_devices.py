@@ -15,6 +15,7 @@ from models.layers import call, layer
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sagepatch import layer as layers
+from sagepatch.backends import prepared
 from sagepatch.backends.catalogue import BY_NAME
 from sagepatch.backends.cuda import attention as cuda
 from sagepatch.backends.triton import attention as triton
@@ -69,7 +70,6 @@ LAUNCHERS = {
         "_launch",
         lambda c: triton.run_guarded(c, RECIPES["sage2_8"], c.q.new_empty(2, dtype=torch.int32)),
     ),
-    "cuda": (cuda, "_run", lambda c: cuda.run(c, RECIPES["sage2_8"])),
 }
 
 
@@ -83,6 +83,47 @@ def test_a_launch_happens_on_the_device_of_its_tensors(
     out, lse = run(fake_call(device))
     assert devices.launched == [torch.device(device).index]
     assert out.device == lse.device == torch.device(device)
+    assert devices.current == 0
+
+
+class Begun(Exception):
+    """Far enough: what follows needs a GPU."""
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+def test_a_first_call_on_hopper_happens_on_the_device_of_its_tensors(
+    device: str, devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begun(*args: Any, raw_q: bool) -> None:
+        devices.launch()
+        raise Begun
+
+    monkeypatch.setattr(cuda, "form_of", begun)
+    monkeypatch.setattr(prepared, "kind_of", lambda call: ("never seen", device))
+    with pytest.raises(Begun):
+        cuda.run(fake_call(device), RECIPES["sage2_8"])
+    assert devices.launched == [torch.device(device).index]
+    assert devices.current == 0
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+def test_a_later_call_happens_on_the_device_of_its_tensors(
+    device: str, devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, empty = [], torch.empty
+
+    def empty_there(shape: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        asked.append(device)
+        return empty(shape, dtype=dtype)
+
+    known: Any = devices.launch  # a chain is called with the device number first
+    made = prepared.Prepared(known, 64, fake_call(device), RECIPES["sage2_8"], 1.0)
+    monkeypatch.setattr(torch, "empty", empty_there)
+    out, lse = made(0, 0, 0, 1.0)
+    assert tuple(out.shape) == (1, 2, 64, 64)
+    assert lse is not None
+    assert asked == [torch.device(device)] * 3  # output, log-sum-exp, scratch
+    assert devices.launched == [torch.device(device).index]
     assert devices.current == 0
 
 
