@@ -77,6 +77,10 @@ def test_build_lists_every_kernel_for_every_gpu_of_its_record():
         for variant in served:
             assert instance(variant.recipe, 64, 64, target, Options()).program in programs
         assert bool(programs) == bool(served)
+        sources = {program.source for program in programs}
+        four_bits = {"mma_means.cu"} if any(v.recipe.smooth_q for v in served) else set()
+        every = {"prepass.cu", "mma_attention.cu", "mma_masks.cu"} | four_bits
+        assert sources == (every if served else set())
 
 
 def test_what_no_instance_has_is_refused_in_words():

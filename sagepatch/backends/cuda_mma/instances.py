@@ -9,6 +9,7 @@ import torch
 from sagepatch.backends.catalogue import CUDA_MMA
 from sagepatch.backends.cuda.build import TARGETS, Program
 from sagepatch.backends.cuda.prepass import instances as prepasses
+from sagepatch.backends.cuda_mma.masks import mask_program
 from sagepatch.backends.cuda_mma.prepass import means_instances
 from sagepatch.backends.cuda_mma.tiles import Options, instance
 from sagepatch.numerics.recipe import Recipe
@@ -26,15 +27,17 @@ def recipes(target: str) -> tuple[Recipe, ...]:
 
 
 def of_recipe(recipe: Recipe, target: str) -> tuple[Program, ...]:
-    """The programs of one recipe for `target`: pre-pass and attention; none where its record does
-    not list that GPU.
+    """The programs of one recipe for `target`: pre-pass, tiles of a bool mask, attention; none
+    where its record does not list that GPU.
     """
     if recipe not in recipes(target):
         return ()
     found = dict.fromkeys(prepasses(target, (recipe,), (torch.bfloat16,)))
     for dim in HEAD_DIMS:
         for options in CALLS:
-            found[instance(recipe, dim, dim, target, options).program] = None
+            made = instance(recipe, dim, dim, target, options)
+            found[made.program] = None
+        found[mask_program(made.tile.block_n, None, target)] = None
         found |= dict.fromkeys(means_instances(recipe, dim, target))
     return tuple(found)
 

@@ -55,15 +55,8 @@ def full_mask(call: Call, block_n: int, target: str) -> FullMask | None:
     entries = own[0] * own[1] * q_blocks
     states = torch.empty((entries, tiles), dtype=torch.uint8, device=mask.device)
     seen = torch.zeros((own[0], Skv), dtype=torch.uint8, device=mask.device)
-    defines = (
-        ("BLOCK_M", BLOCK_M),
-        ("BLOCK_N", block_n),
-        ("ADDITIVE", int(additive)),
-        ("MASK_TYPE", TYPES[mask.dtype] if additive else 0),
-    )
-    kernel = load(
-        Program("mma_masks.cu", defines, target), "mask_states", SIGNATURE, threads=THREADS
-    )
+    program = mask_program(block_n, mask.dtype if additive else None, target)
+    kernel = load(program, "mask_states", SIGNATURE, threads=THREADS)
     kernel(
         mask.device.index,
         entries * tiles,
@@ -77,3 +70,14 @@ def full_mask(call: Call, block_n: int, target: str) -> FullMask | None:
         1 if own[2] > 1 else 0,
     )
     return FullMask(mask, states, strides, seen.view(torch.bool).expand(B, Skv)[:, None, None])
+
+
+def mask_program(block_n: int, additive: torch.dtype | None, target: str) -> Program:
+    """The program that classifies the tiles of a bool mask, or of an additive one of a type."""
+    defines = (
+        ("BLOCK_M", BLOCK_M),
+        ("BLOCK_N", block_n),
+        ("ADDITIVE", int(additive is not None)),
+        ("MASK_TYPE", 0 if additive is None else TYPES[additive]),
+    )
+    return Program("mma_masks.cu", defines, target)

@@ -132,15 +132,11 @@ __device__ __forceinline__ float log2_mufu(float x) {
 // One of the two FP16 numbers in x.
 template <int HALF>
 __device__ __forceinline__ float from_fp16_pair(u32 x) {
+  if constexpr (!HALF) return from_fp16(x);
   float out;
-  if constexpr (HALF)
-    asm("{.reg .b16 low, high;\n\tmov.b32 {low, high}, %1;\n\tcvt.f32.f16 %0, high;}"
-        : "=f"(out)
-        : "r"(x));
-  else
-    asm("{.reg .b16 low, high;\n\tmov.b32 {low, high}, %1;\n\tcvt.f32.f16 %0, low;}"
-        : "=f"(out)
-        : "r"(x));
+  asm("{.reg .b16 low, high;\n\tmov.b32 {low, high}, %1;\n\tcvt.f32.f16 %0, high;}"
+      : "=f"(out)
+      : "r"(x));
   return out;
 }
 
