@@ -200,7 +200,9 @@ class PatchedLayer:
         if spec.q_len == 1 and (self.planned or not request.by_full_name):
             return SDPA, SHORT
         try:
-            return select(spec, request, self.unusable, prove=failure).variant, None
+            return select(
+                spec, request, self.unusable, prove=lambda variant: failure(variant, spec.gpu)
+            ).variant, None
         except VariantRefused as refused:
             if self.policy.strict:
                 raise StrictFallback(self.name, request.variant, refused.reasons) from None

@@ -161,7 +161,9 @@ def chosen_for(spec: AttnSpec, variant: str) -> Variant:
     if found is None:
         # On a CPU a recipe asked for by name can only mean its emulation.
         request = Request(variant, emulate=spec.device == "cpu" and variant in RECIPES)
-        found = select(spec, request, unusable, prove=failure).variant
+        found = select(
+            spec, request, unusable, prove=lambda variant: failure(variant, spec.gpu)
+        ).variant
         # Nothing could be checked during a capture: ask again at the next call.
         if not capturing(spec):
             _CHOSEN[spec, variant] = found

@@ -39,7 +39,8 @@ class AttnSpec:
     Sizes count elements. `arch` is the compute capability as an integer (90 for sm_90) or None off
     CUDA. `causal_offset` is None for a call that is not causal; n hides key j from query i where j
     > i + n. `window` keeps a token and the window - 1 before it. Packed calls carry `q_len` and
-    `kv_len` totals.
+    `kv_len` totals. `gpu` is the kind of GPU, by its name: a kernel may fail on one of two kinds
+    that have the same architecture.
     """
 
     batch: int
@@ -60,6 +61,7 @@ class AttnSpec:
     sinks: bool = False
     packed: bool = False
     lse: bool = False
+    gpu: str | None = None
 
     @property
     def causal(self) -> bool:
@@ -193,6 +195,7 @@ class Call:
             sinks=self.sinks is not None,
             packed=self.packed,
             lse=self.return_lse,
+            gpu=gpu_of(device),
         )
 
 
@@ -245,18 +248,30 @@ def check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
         )
 
 
-_ARCH_OF_INDEX: dict[int, int] = {}
+# Compute capability and name of each CUDA device that was asked for.
+_GPUS: dict[int, tuple[int, str]] = {}
 
 
 def arch_of(device: torch.device) -> int | None:
     """Compute capability of a CUDA device as an integer (86, 90, 120), None elsewhere; cached per
     device.
     """
+    known = _known_gpu(device)
+    return None if known is None else known[0]
+
+
+def gpu_of(device: torch.device) -> str | None:
+    """The name of a CUDA device, None elsewhere; cached per device."""
+    known = _known_gpu(device)
+    return None if known is None else known[1]
+
+
+def _known_gpu(device: torch.device) -> tuple[int, str] | None:
     if device.type != "cuda" or torch.version.cuda is None:
         return None
     index = device.index if device.index is not None else torch.cuda.current_device()
-    arch = _ARCH_OF_INDEX.get(index)
-    if arch is None:
+    known = _GPUS.get(index)
+    if known is None:
         major, minor = torch.cuda.get_device_capability(index)
-        arch = _ARCH_OF_INDEX[index] = major * 10 + minor
-    return arch
+        known = _GPUS[index] = major * 10 + minor, torch.cuda.get_device_name(index)
+    return known

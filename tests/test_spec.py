@@ -11,7 +11,7 @@ from models.layers import call
 
 from sagepatch import spec as specs
 from sagepatch.errors import InvalidArgument
-from sagepatch.spec import AttnSpec, Call, MaskKind, arch_of, mask_kind
+from sagepatch.spec import AttnSpec, Call, MaskKind, arch_of, gpu_of, mask_kind
 
 PLAIN = AttnSpec(2, 8, 8, 33, 47, 64, 64, "bf16", "bf16", "cpu")
 
@@ -115,12 +115,15 @@ def test_the_architecture_is_that_of_the_call_s_device(monkeypatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(specs, "_ARCH_OF_INDEX", {})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    monkeypatch.setattr(specs, "_GPUS", {})
     assert arch_of(torch.device("cuda", 0)) == 86
     assert arch_of(torch.device("cuda", 1)) == 90
     assert arch_of(torch.device("cuda")) == 90
     assert asked == [0, 1]
     assert arch_of(torch.device("cpu")) is None
+    assert [gpu_of(torch.device("cuda", index)) for index in (0, 1)] == ["GPU 0", "GPU 1"]
+    assert gpu_of(torch.device("cpu")) is None
     monkeypatch.setattr(torch.version, "cuda", None)
     assert arch_of(torch.device("cuda", 0)) is None
 

@@ -164,7 +164,7 @@ def test_a_captured_graph_holds_the_most_accurate_kernel(monkeypatch) -> None:
     names = ("triton.sage2_8", "triton.sage1_b")
     split = ((0.5, Request(names[0])), (1.0, Request(names[1])))
     one.run_with(Request(names[1]), "test", planned=True, parts=split)
-    monkeypatch.setattr(layers, "failure", lambda variant: None)
+    monkeypatch.setattr(layers, "failure", lambda variant, gpu: None)
     spec = AttnSpec(1, 24, 24, 4608, 4608, 128, 128, "bf16", "bf16", "cuda", 90)
     capturing = True
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)

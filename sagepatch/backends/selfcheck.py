@@ -38,42 +38,42 @@ _LOCKS: dict[tuple[str, str], threading.RLock] = {}
 _RESULTS: dict[tuple[str, str], str | None] = {}
 
 
-def failure(variant: Variant) -> str | None:
-    """Why `variant` may not serve on the GPUs here, None where it may; runs the check on first use.
+def failure(variant: Variant, gpu: str | None = None) -> str | None:
+    """Why `variant` may not serve on GPUs named `gpu` (default: such as the current one), None
+    where it may; runs the check on first use. What fails on one kind of GPU may serve on another.
 
     Kernels of CPUs are not checked. While a CUDA graph is captured nothing can be checked, and a
     kernel not checked before may serve.
     """
     if variant.toolchain not in ("triton", "cuda", "cuda_mma") or not torch.cuda.is_available():
         return None
-    for index in _each_kind():
-        found = _failure_on(variant, index)
-        if found is not None:
-            return found
-    return None
+    kinds = _each_kind()
+    index = next(iter(kinds.values())) if gpu is None else kinds.get(gpu)
+    return None if index is None else _failure_on(variant, index)
 
 
 def last_failure(variant: Variant) -> str | None:
-    """Why `variant` failed when it was last checked on a GPU of this machine; checks nothing."""
+    """Why `variant` failed when it was last checked on a GPU of this machine, and on which of
+    several kinds; checks nothing.
+    """
     if variant.toolchain not in ("triton", "cuda", "cuda_mma") or not torch.cuda.is_available():
         return None
-    for index in _each_kind():
-        gpu = torch.cuda.get_device_name(index)
-        found = _RESULTS.get((variant.name, gpu)) or _kept(_facts(variant, gpu))
-        if found:
-            return found
-    return None
+    kinds = _each_kind()
+    found = {gpu: _RESULTS.get((variant.name, gpu)) or _kept(_facts(variant, gpu)) for gpu in kinds}
+    if len(kinds) == 1:
+        return next(iter(found.values())) or None
+    return "; ".join(f"on {gpu}: {why}" for gpu, why in found.items() if why) or None
 
 
-def _each_kind() -> list[int]:
-    """One device number of each kind of GPU: the current one of its kind, so that a process that
-    keeps to one GPU opens no other.
+def _each_kind() -> dict[str, int]:
+    """The name of each kind of GPU and one device number of it, the current one first: a process
+    that keeps to one GPU opens no other.
     """
     current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
     kinds: dict[str, int] = {}
     for index in sorted(range(torch.cuda.device_count()), key=lambda number: number != current):
         kinds.setdefault(torch.cuda.get_device_name(index), index)
-    return list(kinds.values())
+    return kinds
 
 
 def _failure_on(variant: Variant, index: int) -> str | None:

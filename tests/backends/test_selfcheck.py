@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sagepatch import ops
 from sagepatch.backends import selfcheck
 from sagepatch.backends.catalogue import BY_NAME, SDPA
 from sagepatch.dispatch import Request, select
@@ -141,10 +142,10 @@ def test_the_current_gpu_stands_for_its_kind(gpu, monkeypatch):
     names = ["A", "B", "B", "A"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "get_device_name", names.__getitem__)
-    assert selfcheck._each_kind() == [0, 1]
+    assert list(selfcheck._each_kind().values()) == [0, 1]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    assert selfcheck._each_kind() == [2, 0]
+    assert list(selfcheck._each_kind().values()) == [2, 0]
 
 
 def test_a_check_without_memory_says_nothing_about_the_kernel(gpu, monkeypatch):
@@ -202,3 +203,33 @@ def test_a_kernel_that_fails_gives_its_place_to_the_next():
         select(
             _spec(), Request("triton.sage2_8b_k128"), lambda variant: None, prove=lambda v: "lies"
         )
+
+
+def test_a_kernel_that_fails_on_one_kind_of_gpu_serves_on_the_other(monkeypatch, gpu):
+    names = ["Kind A", "Kind A", "Kind B"]
+    checked = []
+
+    def check(variant, index):
+        checked.append(index)
+        return "wrong answer" if names[index] == "Kind A" else None
+
+    monkeypatch.setattr(selfcheck, "_check", check)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: names[index])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert selfcheck.failure(VARIANT, "Kind B") is None
+    assert selfcheck.failure(VARIANT, "Kind A") == "wrong answer"
+    assert selfcheck.failure(VARIANT) == "wrong answer"  # the current one is of kind A
+    assert checked == [2, 1]
+    assert selfcheck.last_failure(VARIANT) == "on Kind A: wrong answer"
+    # The same for calls: each goes by the kind of its own GPU.
+    monkeypatch.setattr(ops, "_CHOSEN", {})
+    monkeypatch.setattr(ops, "unusable", lambda variant: None)
+    for kind, served in (("Kind B", True), ("Kind A", False)):
+        spec = replace(_spec(), gpu=kind)
+        if served:
+            assert ops.chosen_for(spec, VARIANT.name) is VARIANT
+        else:
+            with pytest.raises(VariantRefused, match="wrong answer"):
+                ops.chosen_for(spec, VARIANT.name)

@@ -150,7 +150,7 @@ def on_gpu(arch: int) -> Any:
 
 
 def test_one_layer_runs_a_kernel_of_each_gpu_of_two_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "failure", lambda variant: None)
+    monkeypatch.setattr(layers, "failure", lambda variant, gpu: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     one = layer(emulate=False)
     one.unusable = lambda variant: None
