@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
+# Several processes test side by side: a pool of compilers in each would only outlive the tests.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 NEEDS = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
@@ -17,6 +20,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.gpu)
             item.add_marker(NEEDS)
+
+
+@pytest.fixture(autouse=True)
+def shared_kernels(
+    own_cache: None, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Kernels are compiled and checked once for all tests and processes; plans stay a test's own."""
+    shared = tmp_path_factory.getbasetemp().parent / "sagepatch-kernels"
+    own = tmp_path / "cache"
+    own.mkdir(mode=0o700)
+    for part in ("kernels", "checks"):
+        (shared / part).mkdir(mode=0o700, parents=True, exist_ok=True)
+        (own / part).symlink_to(shared / part, target_is_directory=True)
 
 
 @pytest.fixture(autouse=True)
