@@ -26,8 +26,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def shared_kernels(
     own_cache: None, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Kernels are compiled and checked once for all tests and processes; plans stay a test's own."""
-    shared = tmp_path_factory.getbasetemp().parent / "sagepatch-kernels"
+    """Kernels are compiled and checked once for all tests of a run; plans stay a test's own."""
+    run = tmp_path_factory.getbasetemp()
+    # pytest-xdist gives each process a folder in that of the run.
+    shared = (run.parent if "PYTEST_XDIST_WORKER" in os.environ else run) / "sagepatch-kernels"
     own = tmp_path / "cache"
     own.mkdir(mode=0o700)
     for part in ("kernels", "checks"):
