@@ -26,6 +26,7 @@ import sagepatch
 from sagepatch.backends import load
 from sagepatch.backends.catalogue import SDPA
 from sagepatch.calibration.measure import cuda_time_us
+from sagepatch.calibration.reuse import stale
 from sagepatch.layer import PatchedLayer
 from sagepatch.ops import run_layer
 from sagepatch.patch import Patch
@@ -200,7 +201,9 @@ class Bench:
         key = case.planned_on or case.name
         path = None if self.plans is None else self.plans / f"{case.build.__name__}-{key}.json"
         if key not in self.made and path is not None and path.exists():
-            self.made[key] = Plan.load(path)
+            plan = Plan.load(path)
+            if not any(stale(entry) for entry in plan.entries):
+                self.made[key] = plan
         if key in self.made:
             return self.made[key], 0.0
         inputs = self.inputs(case.plan or case.inputs)

@@ -241,6 +241,7 @@ CASES = (
         12,
         (Shape(1, 24, 4608, 4608, 128),),
         rounds=12,
+        planned_on="1024",
         blocks=FLUX_BLOCKS,
     ),
     Case(
@@ -339,7 +340,8 @@ CASES = (
         lambda: flux_inputs(2048),
         16,
         (Shape(1, 24, 16896, 16896, 128),),
-        rounds=2,
+        plan=lambda: flux_inputs(1024),
+        planned_on="1024",
         blocks=FLUX_BLOCKS,
     ),
     Case(
