@@ -92,11 +92,51 @@ def test_without_time_nothing_is_timed_and_everything_is_named() -> None:
     assert results.measured[0].left_out == check.NO_TIME
 
 
+def test_the_first_kernels_are_timed_however_long_compiling_took() -> None:
+    kernels = measure.kernels(CPU)
+    late = Budget(1.0, iter([0.0, *[50.0] * 999]).__next__)
+    found = measure.measure(SHAPE, CPU, torch.float32, kernels, late, Ticks(1e-3)).rows
+    ours = [row for row in found if not row.variant.startswith("sdpa.")]
+    assert found[0].ms_median is not None
+    timed = {row.variant for row in ours if row.ms_median is not None}
+    assert timed == {variant.name for variant in kernels[: measure.LEAST_KERNELS]}
+    assert {row.fault for row in ours if row.variant not in timed} == {check.NO_TIME}
+
+
+def test_the_most_telling_kernels_are_measured_on_every_shape_before_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def measured(shape: Shape, device: Any, dtype: Any, variants: Any, *rest: Any) -> Any:
+        asked.append((shape.name, {variant.recipe.name for variant in variants}))
+        if len(asked) == 4:
+            raise torch.OutOfMemoryError
+        names = ["sdpa.exact", *(variant.name for variant in variants)]
+        return measure.Measured(shape, tuple(measure.Row(shape.name, n, "fp32") for n in names))
+
+    monkeypatch.setattr(collect, "measure", measured)
+    shapes = [replace(SHAPE, name=name) for name in "ab"]
+    results = collect.collect(shapes, CPU, torch.float32)
+    assert [name for name, _ in asked] == ["a", "b", "a", "b"]
+    first = {name for name in measure.FIRST if f"emulated.{name}" in BY_NAME}
+    assert asked[0][1] == asked[1][1] == first
+    assert not asked[2][1] & first
+    everything = ["sdpa.exact", *(variant.name for variant in measure.kernels(CPU))]
+    for one in results.measured:
+        assert [row.variant for row in one.rows] == everything
+    assert {row.fault for row in results.measured[0].rows} == {None}
+    later = results.measured[1].rows[1 + len(first) :]
+    assert {row.fault for row in later} == {"left out: out of GPU memory"}
+
+
 def test_budgets() -> None:
-    time = iter([0.0, 10.0, 10.0, 10.0])
+    time = iter([0.0] + [10.0] * 9)
     budget = Budget(30, lambda: next(time))
     assert budget.left == 20
     assert budget.share(0.5).seconds == 10
+    assert budget.rest(0.5).seconds == 20
+    assert budget.rest(0.9).seconds == 27
 
 
 class TestChecks:
@@ -217,7 +257,19 @@ def test_kernels_come_first_by_what_is_most_telling() -> None:
 def test_the_checked_shape_keeps_what_matters() -> None:
     small = SHAPES["llama_4k_causal"].reduced()
     assert (small.length, small.head_dim, small.causal) == (CHECKED_LENGTH, 128, True)
-    assert (small.q_heads, small.kv_heads) == (8, 2)
+    assert (small.q_heads, small.kv_heads) == (16, 4)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=lambda shape: shape.name)
+def test_the_checked_shape_runs_the_same_machine_code(shape: Shape) -> None:
+    small = shape.reduced()
+    for field in ("batch", "q_heads", "kv_heads", "length"):
+        few, every = getattr(small, field), getattr(shape, field)
+        assert few <= every
+        # What Triton compiles for: 1, multiples of 16, others.
+        assert (few == 1, few % 16 == 0) == (every == 1, every % 16 == 0), field
+    assert small.q_heads // small.kv_heads == shape.q_heads // shape.kv_heads
+    assert small.batch * small.q_heads <= 64
 
 
 class TestFile:

@@ -32,6 +32,10 @@ class Budget:
         """A budget of its own of this part of what is left, from 0 to 1."""
         return Budget(max(0.0, self.left) * part, self._now)
 
+    def rest(self, part: float) -> Budget:
+        """A budget of its own of what is left, and of this part of the whole at least."""
+        return Budget(max(self.left, part * self.seconds), self._now)
+
 
 class Clock(Protocol):
     """Takes the time of a call in ms, each of `runs` times."""

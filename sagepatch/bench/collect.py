@@ -10,7 +10,7 @@ import torch
 from sagepatch.backends.selfcheck import known_call
 from sagepatch.bench.check import NO_TIME, Check, known_answers, said
 from sagepatch.bench.clock import Budget, Clock, EventClock
-from sagepatch.bench.measure import Measured, Row, kernels, measure, refusals
+from sagepatch.bench.measure import FIRST, Measured, Row, kernels, measure, refusals
 from sagepatch.bench.shapes import SMALL, STANDARD, Shape
 from sagepatch.variant import Variant
 
@@ -53,7 +53,8 @@ def collect(
     clock: Clock | None = None,
     step: Step | None = None,
 ) -> Results:
-    """Check and measure kernels on `shapes` in order, in about `seconds`.
+    """Check and measure kernels on `shapes` in order, in about `seconds`: the most telling ones on
+    every shape, then the others.
 
     What there is no time for is named in the results. `recipes` limits the kernels; `clock` is CUDA
     events on a GPU and nothing on a CPU unless given; `step` hears (done, of). A device lost on the
@@ -63,28 +64,37 @@ def collect(
     if clock is None and device.type == "cuda":
         clock = EventClock(device)
     variants = kernels(device, recipes)
-    steps = len(shapes) + 1
+    main = [variant for variant in variants if recipes or variant.recipe.name in FIRST]
+    turns = [main, [variant for variant in variants if variant not in main]]
+    steps = 1 + len(shapes) * sum(bool(turn) for turn in turns)
     if step is not None:
         step(0, steps)
     checks, lost = _checks(variants, device, recipes, budget.share(ANSWERING))
     wrong = {check.kernel for check in checks if check.state in ("failed", "refused")}
-    good = [variant for variant in variants if variant.name not in wrong]
     measured: list[Measured] = []
-    for done, shape in enumerate(shapes):
-        if step is not None:
-            step(done + 1, steps)
-        why = lost or (NO_TIME if budget.left <= 0 else None)
-        if why is not None:
-            measured.append(Measured(shape, left_out=why))
-            continue
-        share = budget.share(1 / (len(shapes) - done))
-        try:
-            measured.append(measure(shape, device, dtype, good, share, clock, recipes))
-        except torch.OutOfMemoryError:
-            measured.append(Measured(shape, left_out="left out: out of GPU memory"))
-        except RuntimeError as error:
-            lost = LOST.format(said(error))
-            measured.append(Measured(shape, left_out=lost))
+    done = 0
+    for turn in filter(None, turns):
+        good = [variant for variant in turn if variant.name not in wrong]
+        for place, shape in enumerate(shapes):
+            done += 1
+            if step is not None:
+                step(done, steps)
+            why = lost or (NO_TIME if budget.left <= 0 else None)
+            found = None
+            if why is None:
+                share = budget.share(1 / (len(shapes) - place))
+                try:
+                    found = measure(shape, device, dtype, good, share, clock, recipes)
+                except torch.OutOfMemoryError:
+                    why = "left out: out of GPU memory"
+                except RuntimeError as error:
+                    why = lost = LOST.format(said(error))
+            if turn is turns[0]:
+                measured.append(Measured(shape, left_out=why) if found is None else found)
+            elif measured[place].left_out is None:
+                name = measured[place].rows[0].dtype
+                rows = [Row(shape.name, v.name, name, fault=why) for v in good]
+                measured[place] = measured[place].and_also(rows if found is None else found.rows)
     name = str(dtype).removeprefix("torch.")
     return Results(checks, tuple(measured), name, budget.spent, seconds)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from sagepatch.spec import Call
 
-# A kernel is checked against its emulator on this much of the shape before it is timed.
-CHECKED_HEADS = 2
-CHECKED_LENGTH = 1000
+# A kernel is checked against its emulator on this much of the shape before it is timed. Triton
+# compiles anew where a number turns to 1 or to a multiple of 16: a small call keeps what it was.
+CHECKED_BATCH, CHECKED_HEADS = 2, 2
+CHECKED_LENGTH = 1008
+SPECIAL = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +34,22 @@ class Shape:
         return whole / 2 if self.causal else whole
 
     def reduced(self) -> Shape:
-        """The same kind of call, small enough to emulate."""
+        """The same kind of call, small enough to emulate, for the same machine code."""
         shared = self.q_heads // self.kv_heads
-        heads = min(CHECKED_HEADS, self.kv_heads)
-        length = min(CHECKED_LENGTH, self.length)
-        return Shape(self.name, 1, heads * shared, heads, length, self.head_dim, self.causal)
+
+        def alike(heads: int) -> bool:
+            pairs = ((heads, self.kv_heads), (heads * shared, self.q_heads))
+            return all((few % SPECIAL == 0) == (all_ % SPECIAL == 0) for few, all_ in pairs)
+
+        least = min(CHECKED_HEADS, self.kv_heads)
+        heads = next(heads for heads in range(least, self.kv_heads + 1) if alike(heads))
+        return replace(
+            self,
+            batch=min(CHECKED_BATCH, self.batch),
+            q_heads=heads * shared,
+            kv_heads=heads,
+            length=min(CHECKED_LENGTH, self.length),
+        )
 
     def call(self, device: torch.device, dtype: torch.dtype) -> Call:
         """Random normal q, k, v of this shape from a fixed seed."""
