@@ -2,7 +2,7 @@
 emulator and against FP64. Arithmetic, not speed: on sm_90 E4M3 and INT4 products of mma.sync are
 emulated by the compiler.
 
-    python benchmarks/ablations_gpu.py
+    python benchmarks/ablations_gpu.py [--data NAME ...]
 
 Writes benchmarks/ablations_gpu.csv, or `--out FILE`, each row as it comes.
 """
@@ -15,7 +15,7 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,12 +52,11 @@ from sagepatch.numerics.recipe import Recipe
 from sagepatch.spec import Call
 
 COMMAND = "python benchmarks/ablations_gpu.py"
+NAMES = ("normal", "outliers", "demo", "V + 3", "Q + 3", "peaked", "peaked, V + 3")
 # Of the demo all layers of the first step.
 DEMO_CALLS = 11
 # Kernels that are compiled side by side.
 WORKERS = os.cpu_count() or 1
-
-Run = Callable[[Call], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,19 +100,17 @@ def settings() -> list[tuple[Setting, Kernel]]:
     return [(one, found) for one in wanted if (found := kernel(one)) is not None]
 
 
-def data(demo_calls: int) -> Iterator[Callable[[], Data]]:
-    """The data sets of ablations.py on the GPU, each made when it is called."""
-
-    def made(name: str, calls: Iterator[Call]) -> Callable[[], Data]:
-        return lambda: Data.of(name, map(on_gpu, calls))
-
-    yield made("normal", (normal(seed=seed) for seed in SEEDS))
-    yield made("outliers", map(outliers, SEEDS))
-    yield made("V + 3", (lifted(normal(seed=seed)) for seed in SEEDS))
-    yield made("Q + 3", map(biased_q, SEEDS))
-    yield made("peaked", map(peaked, SEEDS))
-    yield made("peaked, V + 3", (lifted(peaked(seed)) for seed in SEEDS))
-    yield made("demo", itertools.islice(demo(), demo_calls))
+def data(demo_calls: int) -> dict[str, Iterator[Call]]:
+    """The calls of ablations.py by data set, made when they are asked for."""
+    return {
+        "normal": (normal(seed=seed) for seed in SEEDS),
+        "outliers": map(outliers, SEEDS),
+        "demo": itertools.islice(demo(), demo_calls),
+        "V + 3": (lifted(normal(seed=seed)) for seed in SEEDS),
+        "Q + 3": map(biased_q, SEEDS),
+        "peaked": map(peaked, SEEDS),
+        "peaked, V + 3": (lifted(peaked(seed)) for seed in SEEDS),
+    }
 
 
 def on_gpu(call: Call) -> Call:
@@ -168,6 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".csv"))
     parser.add_argument("--demo-calls", type=int, default=DEMO_CALLS)
+    parser.add_argument("--data", nargs="+", choices=NAMES, default=NAMES)
     arguments = parser.parse_args()
     began = time.monotonic()
     chosen, shared = settings(), machine()
@@ -175,8 +173,9 @@ def main() -> None:
     print(f"{len(chosen)} settings compiled after {time.monotonic() - began:.1f} s", flush=True)
     with arguments.out.open("w", newline="", encoding="utf-8") as file:
         writer: Any = None
-        for make in data(arguments.demo_calls):
-            found = make()
+        sets = data(arguments.demo_calls)
+        for name in arguments.data:
+            found = Data.of(name, map(on_gpu, sets[name]))
             for setting, run in chosen:
                 if found.name not in setting.data:
                     continue
