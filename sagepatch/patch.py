@@ -16,6 +16,7 @@ from sagepatch.backends import unusable
 from sagepatch.backends.catalogue import BY_NAME, SDPA
 from sagepatch.calibration.capture import LayerCalibration
 from sagepatch.calibration.choose import FEWEST_SAMPLES
+from sagepatch.calibration.costs import Costs
 from sagepatch.calibration.measure import Stopwatch
 from sagepatch.calibration.pace import Pace
 from sagepatch.calibration.planning import entry_at
@@ -73,6 +74,7 @@ class Patch:
         self._swaps: list[Swap] = []
         self._stopwatch = Stopwatch()
         self._pace = Pace()
+        self._costs = Costs()
         self._settles = True
         self._tables: dict[str, LayerCalibration] = {}
         self._entries: dict[str, PlanEntry] = {}
@@ -123,6 +125,7 @@ class Patch:
             rows,
             run_seconds=self._pace.run_seconds,
             measuring_seconds=self._pace.measuring_seconds,
+            preparing_seconds=self._pace.preparing_seconds,
         )
 
     def report(self) -> Report:
@@ -264,6 +267,8 @@ class Patch:
         without end.
         """
         self._pace, self._settles = pace or Pace(), pace is None
+        if not self.policy.emulate:
+            self._pace.layers = len(self.layers)
         for layer in self.layers:
             self._measure(layer)
 
@@ -292,7 +297,7 @@ class Patch:
     def _measure(self, layer: PatchedLayer) -> None:
         # A second thread may come here for the same first call: keep what the first one began.
         done = self._settle if self._settles else None
-        made = LayerCalibration(self._stopwatch, done, self._pace)
+        made = LayerCalibration(self._stopwatch, done, self._pace, costs=self._costs)
         table = self._tables.setdefault(layer.name, made)
         self._entries.pop(layer.name, None)
         layer.reason = "still calibrating: exact until it has seen enough calls"

@@ -173,7 +173,7 @@ class TestAnotherGpu:
 
         monkeypatch.setattr(measuring.Stopwatch, "us", us)
 
-        def tried(spec, layer, recipes=None):
+        def tried(spec, layer, recipes=None, call=None):
             emulated = [v for v in BY_NAME.values() if v.toolchain == "emulated"]
             return [v for v in emulated if v.recipe.name in recipes]
 
@@ -248,7 +248,7 @@ class TestKept:
             return 100.0 if variant is SDPA else 50.0
 
         monkeypatch.setattr(measuring.Stopwatch, "us", us)
-        monkeypatch.setattr(capture, "candidate_variants", lambda spec, layer: [BY_NAME[FAST]])
+        monkeypatch.setattr(capture, "candidate_variants", lambda *given, **more: [BY_NAME[FAST]])
 
     def run(self, model, x, calls: int = SAMPLED_CALLS[-1], **options) -> sagepatch.Patch:
         patch = sagepatch.apply(model, **options)

@@ -4,9 +4,11 @@ numbers.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,11 +16,13 @@ from torch import Tensor
 
 from sagepatch.backends.catalogue import CATALOGUE, SDPA
 from sagepatch.backends.selfcheck import failure
+from sagepatch.calibration.costs import Costs, by_use
 from sagepatch.calibration.diagnose import diagnosed
 from sagepatch.calibration.keeping import kept
-from sagepatch.calibration.measure import Stopwatch, measure
+from sagepatch.calibration.measure import Rows, Stopwatch, errors_of, measured_rows
 from sagepatch.calibration.pace import Pace, Timing, power_of_two
-from sagepatch.calibration.sample import HeadErrors, Remedy, Sample
+from sagepatch.calibration.readying import make_ready
+from sagepatch.calibration.sample import Remedy, Sample
 from sagepatch.calibration.statistics import statistics
 from sagepatch.calibration.table import LayerTable
 from sagepatch.dispatch import Request, candidates, wide_stays_exact
@@ -57,6 +61,7 @@ class LayerCalibration:
     rows: list[Sample] = field(default_factory=list)
     remedies: tuple[Remedy, ...] = ()
     calls: int = 0
+    costs: Costs = field(default_factory=Costs, repr=False)
     _step: tuple[str, int | None, int] = ("", None, 0)
     # Looking through the catalogue costs more than a launch: once for a kind of call.
     _tried: dict[AttnSpec, list[Variant]] = field(default_factory=dict, repr=False)
@@ -115,32 +120,40 @@ class LayerCalibration:
         timing: Timing,
     ) -> Sample:
         spec = call.spec()
-        with timing.running():
+        with timing.preparing():
             tried = self._tried.get(spec)
             if tried is None:
-                tried = self._tried[spec] = candidate_variants(spec, layer)
-            # Where emulations may win, times decide nothing.
-            timed = bool(tried) and not layer.policy.emulate
+                tried = self._tried[spec] = candidate_variants(spec, layer, call=call)
+        # Where emulations may win, times decide nothing.
+        timed = bool(tried) and not layer.policy.emulate
+        times: dict[str, float | None] = {}
+        with timing.running():
             us_exact = self.stopwatch.us(SDPA, call, spec) if timed else None
-        errors: dict[str, HeadErrors] = {}
-        for variant in tried:
-            try:
-                # First, as the first use of a kernel compiles it.
-                with timing.running():
-                    us = self.stopwatch.us(variant, call, spec) if timed else None
-                row = replace(measure(variant, call, exact), us=us)
-            except torch.OutOfMemoryError:
-                # The call itself fitted: only the measuring did not, so the run goes on.
-                layer.record.note(f"{variant.name} did not fit in memory while measured: {spec}")
-                continue
-            except KernelUnavailable as error:
-                # Found before a launch: the other candidates are measured.
-                layer.record.note(str(error))
-                continue
-            except Exception as error:
-                error.add_note(f"raised by {variant.name}, measured in layer {layer.name}: {spec}")
-                raise
-            errors[variant.name] = row
+            for variant in tried if timed else ():
+                with self._only_this_one(layer, variant, spec):
+                    times[variant.name] = self.stopwatch.us(variant, call, spec)
+        serving = [v for v in tried if v.name in times] if timed else tried
+        order = by_use(serving, times, us_exact)
+        # One that an earlier sample lacks cannot be chosen any more.
+        lost = {name for row in self.rows for name in row.skipped}
+        order = [variant for variant in order if variant.name not in lost]
+        room = self.pace.room(place, timing) if timed else math.inf
+        many = self.costs.affordable(room, len(order))
+        taken: dict[str, Rows] = {}
+        with self.costs.counting("candidate", of=taken):
+            for variant in order[:many]:
+                with self._only_this_one(layer, variant, spec):
+                    taken[variant.name] = measured_rows(variant, call, exact)
+            found = errors_of(taken)
+        errors = {
+            variant.name: replace(found[variant.name], us=times.get(variant.name))
+            for variant in tried
+            if variant.name in found
+        }
+        looked = None
+        if self.costs.admits_statistics(room):
+            with self.costs.counting("statistics"):
+                looked = statistics(call)
         made = Sample(
             call=self.calls,
             step=None if place is None else place.step,
@@ -148,13 +161,33 @@ class LayerCalibration:
             shape=str(spec),
             dtype=spec.dtype,
             errors=errors,
-            statistics=statistics(call),
+            statistics=looked,
             us_exact=us_exact,
+            skipped=tuple(v.name for v in serving if v.name in lost or v in order[many:]),
         )
         if self.pace.spares(place):
             with self.pace.diagnosing():
                 self.remedies = diagnosed(call, exact, made, self.remedies)
         return made
+
+    @contextmanager
+    def _only_this_one(
+        self, layer: PatchedLayer, variant: Variant, spec: AttnSpec
+    ) -> Iterator[None]:
+        """Let a candidate that cannot serve this call cost only itself; other exceptions go on,
+        with its name.
+        """
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            # The call itself fitted: only the measuring did not, so the run goes on.
+            layer.record.note(f"{variant.name} did not fit in memory while measured: {spec}")
+        except KernelUnavailable as error:
+            # Found before a launch: the other candidates are measured.
+            layer.record.note(str(error))
+        except Exception as error:
+            error.add_note(f"raised by {variant.name}, measured in layer {layer.name}: {spec}")
+            raise
 
 
 def refuse_capture(layer: PatchedLayer, call: Call, state: str) -> None:
@@ -167,11 +200,15 @@ def refuse_capture(layer: PatchedLayer, call: Call, state: str) -> None:
 
 
 def candidate_variants(
-    spec: AttnSpec, layer: PatchedLayer, recipes: Collection[str] | None = None
+    spec: AttnSpec,
+    layer: PatchedLayer,
+    recipes: Collection[str] | None = None,
+    call: Call | None = None,
 ) -> list[Variant]:
     """The kernels that calibration tries on a call of this layer, those that nothing speaks
     against and that know their answer; of `recipes` only, where they are given. Calls in FP32 have
-    none unless recipes are asked for; the layer's record says so.
+    none unless recipes are asked for; the layer's record says so. With `call`, one of that kind,
+    they are made ready side by side.
     """
     if spec.q_len <= 1:
         return []
@@ -187,7 +224,16 @@ def candidate_variants(
     ]
     if recipes is not None:
         asked = [variant for variant in serving if variant.recipe.name in recipes]
+        if call is not None:
+            make_ready(asked, call)
         return [variant for variant in asked if _proven(variant, layer)]
+    if call is not None:
+        make_ready(_few(serving, lambda variant: True), call)
+    return _few(serving, lambda variant: _proven(variant, layer))
+
+
+def _few(serving: Sequence[Variant], proven: Callable[[Variant], bool]) -> list[Variant]:
+    """The first `MOST_OF_TIER` of each tier that calibration tries and that are `proven`."""
     taken: Counter[tuple[bool, str]] = Counter()
     chosen = []
     for variant in sorted(serving, key=_preference):
@@ -195,7 +241,7 @@ def candidate_variants(
         listed = EMULATED_RECIPES if emulated else CANDIDATE_RECIPES
         place = (emulated, variant.tier)
         wanted = variant.recipe.name in listed and taken[place] < MOST_OF_TIER[variant.tier]
-        if wanted and _proven(variant, layer):
+        if wanted and proven(variant):
             taken[place] += 1
             chosen.append(variant)
     return chosen

@@ -44,6 +44,7 @@ def merged(calibrations: Sequence[Calibration]) -> Calibration:
         runs=tuple(dict.fromkeys(run for one in calibrations for run in one.runs)),
         run_seconds=sum(one.run_seconds for one in calibrations),
         measuring_seconds=sum(one.measuring_seconds for one in calibrations),
+        preparing_seconds=sum(one.preparing_seconds for one in calibrations),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter
@@ -30,27 +31,34 @@ class Pace:
     """One clock for all layers of a calibration: which steps are measured, and what that took.
 
     The first and the last step of a run are always measured; of the steps between those of
-    `sections.sampled_steps` that the run's own time pays for. What is done once for a kind of call
-    (compiling, checking and timing kernels) is left out of that account. Thread-safe.
+    `sections.sampled_steps` that the run's own time pays for. Compiling and checking kernels, which
+    a machine does once, is left out of that account. Thread-safe.
 
     `held` are the places in the schedule of samples taken before: others are measured rather.
-    `run` names the run that goes on. `measuring_seconds` is all that measuring took so far.
+    `layers`, how many layers are measured, lets `room` divide the account among them; 0 does not.
+    `run` names the run that goes on. `measuring_seconds` is all that measuring took so far,
+    `preparing_seconds` what compiling and checking did.
     """
 
     def __init__(
         self,
         clock: Callable[[], float] = time.perf_counter,
         held: Iterable[float] = (),
+        layers: int = 0,
     ) -> None:
         self.run = ""
+        self.layers = layers
         # Samples of each section of the schedule, of all runs.
         self._held = Counter(section_of(at) for at in held)
         self.run_seconds = 0.0
         self.measuring_seconds = 0.0
+        self.preparing_seconds = 0.0
         self._clock = clock
         self._lock = threading.RLock()
-        # Of the run that goes on: what measuring took, and with what it began and where.
+        # Of the run that goes on: what measuring took, with what was made ready and without, and
+        # with what it began and where.
         self._spent = 0.0
+        self._account = 0.0
         self._began = 0.0
         self._first: tuple[int, float] | None = None
         # What measuring a step took, its timing of kernels aside, and whether a step is measured.
@@ -62,18 +70,23 @@ class Pace:
         self._own_seconds = 0.0
         # The longest search for remedies yet.
         self._search = 0.0
+        # How many samples each step gave, and the run's own clock at the first of them and now.
+        self._taken: Counter[int] = Counter()
+        self._anchor = self._own_clock = 0.0
+        self._runs = False
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
         """Count what happens meanwhile as one run, a generation."""
         self.run = name
-        self._spent, self._began, self._first = 0.0, self._clock(), None
+        self._spent, self._account, self._began, self._first = 0.0, 0.0, self._clock(), None
         self._costs, self._decided, self._between = {}, {}, None
+        self._taken, self._runs = Counter(), True
         self._diagnosing = self._own_seconds = 0.0
         try:
             yield
         finally:
-            self.run = ""
+            self.run, self._runs = "", False
             self.run_seconds += self._clock() - self._began - self._spent
 
     def due(self, place: Place | None, count: int) -> bool:
@@ -105,7 +118,12 @@ class Pace:
         """
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        started, timing, before = self._clock(), Timing(self._clock), self._diagnosing
+        timing, before = Timing(self._clock), self._diagnosing
+        started = timing.started
+        with self._lock:
+            self._own_clock = started - self._spent
+            if not self._taken:
+                self._anchor = self._own_clock
         try:
             yield timing
         finally:
@@ -114,10 +132,34 @@ class Pace:
             took = self._clock() - started
             with self._lock:
                 self._spent += took
+                self.preparing_seconds += timing.prepared
+                took -= timing.prepared
+                self._account += took
                 self.measuring_seconds += took
                 if place is not None:
+                    self._taken[place.step] += 1
                     cost = took - timing.seconds - (self._diagnosing - before)
                     self._costs[place.step] = self._costs.get(place.step, 0.0) + cost
+
+    def room(self, place: Place | None, timing: Timing) -> float:
+        """Seconds that are left for the sample that is being taken, `timing`, so that those that
+        are still to come have as much within the run's own time; infinite where nobody knows.
+        """
+        with self._lock:
+            if place is None or not self.layers or not self._runs:
+                return math.inf
+            taken = self._taken[place.step]
+            own = self._own_seconds
+            if not own:
+                if not taken:
+                    return math.inf
+                # In the first step: as long as from layer to layer until now.
+                each = (self._own_clock - self._anchor) / taken
+                own = each * self.layers * place.steps
+            ahead = max(1, self.layers - taken)
+            if place.step < place.steps - 1:
+                ahead += self.layers
+            return (own - self._account - timing.elapsed) / ahead
 
     def spares(self, place: Place | None) -> bool:
         """Whether there is time to look for remedies too: what the run's own time leaves beside the
@@ -128,8 +170,9 @@ class Pace:
             if place is not None and self._own_seconds:
                 # Steps still to be measured come first.
                 ahead = sum(step >= place.step for step in sampled_steps(place.steps))
-                costs = sum(self._costs.values()) + ahead * max(self._costs.values(), default=0.0)
-                left = max(left, self._own_seconds - costs)
+                costs = ahead * max(self._costs.values(), default=0.0)
+                spent = self._account - self._diagnosing
+                left = max(left, self._own_seconds - spent - costs)
             return self._diagnosing + self._search <= left
 
     @contextmanager
@@ -157,7 +200,7 @@ class Pace:
             return False
         cost = max(min(self._costs.values()), 1e-9)
         # Besides the last one.
-        unspent = self._own_seconds - sum(self._costs.values()) - self._diagnosing
+        unspent = self._own_seconds - self._account
         affordable = int(unspent / cost) - 1
         if self._between is None:
             left = [first, *(step for step in wanted if step >= place.step)]
@@ -188,13 +231,21 @@ def spread(
 
 
 class Timing:
-    """How much of the measuring was spent on compiling, checking and timing kernels, which is done
-    once for a kind of call and not in every step.
+    """One sample being taken: since when, and how much of it went into timing kernels, done once
+    for a kind of call and not in every step, and into making them ready (compiled and checked),
+    done once on a machine.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.seconds = 0.0
+        self.prepared = 0.0
+        self.started = clock()
         self._clock = clock
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the sample was begun, less those of making ready."""
+        return self._clock() - self.started - self.prepared
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -204,3 +255,12 @@ class Timing:
             yield
         finally:
             self.seconds += self._clock() - started
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Count what happens meanwhile as making kernels ready."""
+        started = self._clock()
+        try:
+            yield
+        finally:
+            self.prepared += self._clock() - started

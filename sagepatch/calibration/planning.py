@@ -112,7 +112,16 @@ def entry_at(layer: LayerTable, threshold: float, *, by_step: bool = True) -> Pl
         fit = [one.variant for one in choices if one.variant in (SDPA.name, *everywhere)]
         unknown = safest(found, fit or everywhere)
         entry = ranged(layer, parts, choices, everywhere, found, unknown)
-    return replace(entry, remedy=explained(layer.remedies, threshold))
+    return replace(_whole(layer, entry), remedy=explained(layer.remedies, threshold))
+
+
+def _whole(layer: LayerTable, entry: PlanEntry) -> PlanEntry:
+    """An entry whose reason also names what its layer had no time for."""
+    if not layer.unmeasured:
+        return entry
+    names = ", ".join(layer.unmeasured)
+    told = f"{entry.reason}; not measured, as a generation's time was spent: {names}"
+    return replace(entry, reason=told)
 
 
 def _bounded(
@@ -137,9 +146,9 @@ def _bounded(
             name = max((before.variant, after.variant), key=cost.__getitem__)
         choices.append(Choice(name, reason, _no_less(cell.judged, found, name)))
     if len(parts) == 1:
-        return entry_of(layer, choices[0], found)
+        return _whole(layer, entry_of(layer, choices[0], found))
     kept = safest(found, [choice.variant for choice in choices])
-    return ranged(layer, parts, choices, _no_less(layer.rows, found, kept), found)
+    return _whole(layer, ranged(layer, parts, choices, _no_less(layer.rows, found, kept), found))
 
 
 def costs(layer: LayerTable, found: Mapping[str, Summary]) -> dict[str, float]:

@@ -75,7 +75,7 @@ class TimeAgain:
         entry = self.entry
         recipes = _recipes(entry).union(*map(_recipes, entry.ranges))
         times = {SDPA.name: us_exact}
-        for variant in candidate_variants(spec, layer, recipes):
+        for variant in candidate_variants(spec, layer, recipes, call):
             us = self.stopwatch.us(variant, call, spec)
             if us is not None:
                 times[variant.name] = us

@@ -71,7 +71,8 @@ class Sample:
     `call` counts the layer's calls from 1. `step` (from 0) of `steps` is the denoising step that
     made the call, None where there is no schedule. `shape` is `str(AttnSpec)`. `errors` maps a
     candidate's name to its errors. `run` tells generations apart (a short hash of prompt and seed,
-    "" for a run that has no name).
+    "" for a run that has no name). `skipped` are the candidates that nobody measured, as the time
+    of a generation was spent.
     """
 
     call: int
@@ -83,6 +84,7 @@ class Sample:
     statistics: Statistics | None = None
     us_exact: float | None = None
     run: str = ""
+    skipped: tuple[str, ...] = ()
 
     @property
     def at(self) -> float | None:

@@ -61,6 +61,11 @@ class LayerTable:
         return tuple(n for n in self.rows[0].errors if all(n in row.errors for row in self.rows))
 
     @property
+    def unmeasured(self) -> tuple[str, ...]:
+        """The candidates that plans pass over as some sample had no time for them."""
+        return tuple(dict.fromkeys(name for row in self.rows for name in row.skipped))
+
+    @property
     def candidates(self) -> dict[str, Summary]:
         """Each candidate over all samples."""
         return self.over(self.rows)
@@ -85,7 +90,8 @@ class Calibration:
     """Measurements of every layer of one model on one machine.
 
     `runs` names the generations that ran to their end. `run_seconds` is their duration without the
-    measuring, `measuring_seconds` that of the measuring.
+    measuring, `measuring_seconds` that of the measuring, `preparing_seconds` that of compiling and
+    checking kernels, which is done once on a machine.
     """
 
     fingerprint: str
@@ -97,6 +103,7 @@ class Calibration:
     runs: tuple[str, ...] = ()
     run_seconds: float = 0.0
     measuring_seconds: float = 0.0
+    preparing_seconds: float = 0.0
 
     def merge(self, *others: Calibration) -> Calibration:
         """This table and those of other processes or prompts as one, as if one process had seen all

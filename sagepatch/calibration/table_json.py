@@ -52,6 +52,7 @@ def parsed(text: str, origin: str) -> dict[str, Any]:
             "runs": tuple(map(str, data["runs"])),
             "run_seconds": float(data["run_seconds"]),
             "measuring_seconds": float(data["measuring_seconds"]),
+            "preparing_seconds": float(data.get("preparing_seconds", 0.0)),
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PlanError(f"{origin} is no whole table of measurements ({error!r})") from error
@@ -80,6 +81,7 @@ def _sample(data: Any) -> Sample:
         else Statistics(*(_numbers(seen[field.name]) for field in fields(Statistics))),
         us_exact=_number(data["us_exact"]),
         run=str(data["run"]),
+        skipped=tuple(map(str, data.get("skipped", ()))),
     )
 
 

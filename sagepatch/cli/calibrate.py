@@ -150,7 +150,12 @@ def calibrate(
     if calibration.measuring_seconds:
         tell(
             f"Measuring took {calibration.measuring_seconds:.1f} s beside "
-            f"{calibration.run_seconds:.1f} s of generating."
+            f"{calibration.run_seconds:.1f} s of generating"
+            + (
+                f", compiling {calibration.preparing_seconds:.1f} s."
+                if calibration.preparing_seconds >= 0.05
+                else "."
+            )
         )
     if report is not None:
         write_report(made, report)

@@ -99,9 +99,9 @@ def test_a_candidate_that_does_not_fit_in_memory_costs_only_itself(monkeypatch) 
     def hungry(variant, *rest):
         if variant.name == "emulated.sage2_8":
             raise torch.OutOfMemoryError("no room")
-        return measuring.measure(variant, *rest)
+        return measuring.measured_rows(variant, *rest)
 
-    monkeypatch.setattr(capture, "measure", hungry)
+    monkeypatch.setattr(capture, "measured_rows", hungry)
     one, table = layer(), LayerCalibration(Stopwatch())
     given = call()
     out, _ = table.observe(one, given)
@@ -118,9 +118,9 @@ def test_a_candidate_that_does_not_compile_costs_only_itself(monkeypatch) -> Non
     def uncompilable(variant, *rest):
         if variant.name == "emulated.sage2_8":
             raise KernelUnavailable("emulated.sage2_8 does not compile for this GPU")
-        return measuring.measure(variant, *rest)
+        return measuring.measured_rows(variant, *rest)
 
-    monkeypatch.setattr(capture, "measure", uncompilable)
+    monkeypatch.setattr(capture, "measured_rows", uncompilable)
     one, table = layer(), LayerCalibration(Stopwatch())
     table.observe(one, call())
     assert "emulated.sage2_8" not in table.rows[0].errors
@@ -133,7 +133,7 @@ def test_a_candidate_that_raises_is_named(monkeypatch) -> None:
     def broken(variant, *rest):
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(capture, "measure", broken)
+    monkeypatch.setattr(capture, "measured_rows", broken)
     table = LayerCalibration(Stopwatch())
     with pytest.raises(RuntimeError, match="boom") as caught:
         table.observe(layer(), call())

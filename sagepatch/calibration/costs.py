@@ -1,0 +1,63 @@
+"""What taking a sample costs, part by part, and in which order its parts are worth their time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+
+from sagepatch.variant import Variant
+
+
+class Costs:
+    """Seconds that the parts of a sample took when they were last taken: "candidate" for one of
+    them, "statistics". Shared by the layers of one calibration.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._last: dict[str, float] = {}
+
+    @contextmanager
+    def counting(self, part: str, of: Sized | None = None) -> Iterator[None]:
+        """Remember what happens meanwhile as the cost of a part, or of each of the parts that `of`
+        holds in the end. It must end with results that the host has waited for.
+        """
+        started = self._clock()
+        yield
+        if of is None or len(of):
+            self._last[part] = (self._clock() - started) / (1 if of is None else len(of))
+
+    def affordable(self, room: float, most: int) -> int:
+        """How many candidates a sample may measure in `room` seconds beside its statistics, up to
+        `most`; one always.
+        """
+        each = self._last.get("candidate", 0.0)
+        if math.isinf(room) or not each:
+            return most
+        left = room - self._last.get("statistics", 0.0)
+        return max(1, min(most, math.floor(left / each)))
+
+    def admits_statistics(self, room: float) -> bool:
+        """Whether `room` seconds hold one candidate and the statistics of its inputs."""
+        return room >= self._last.get("candidate", 0.0) + self._last.get("statistics", 0.0)
+
+
+def by_use(
+    variants: Sequence[Variant], us: Mapping[str, float | None], us_exact: float | None
+) -> list[Variant]:
+    """Candidates in the order in which measuring them serves a plan on this GPU: the fastest of
+    each tier that beats exact attention, the others that do, then those that are slower, which no
+    plan takes here. As they are where nothing was timed.
+    """
+    known = {variant.name: us.get(variant.name) for variant in variants}
+    if us_exact is None or any(one is None for one in known.values()):
+        return list(variants)
+    times = {name: one for name, one in known.items() if one is not None}
+    ranked = sorted(variants, key=lambda variant: times[variant.name])
+    first: dict[str, Variant] = {}
+    for variant in ranked:
+        if times[variant.name] < us_exact:
+            first.setdefault(variant.tier, variant)
+    return sorted(ranked, key=lambda v: (times[v.name] >= us_exact, first.get(v.tier) is not v))
