@@ -52,7 +52,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
     int heads, int q_heads, int group, int q_len, int kv_len, int m_blocks, int whole, int section,
     int causal_offset, int window, int members, int k_blocks, int tiles, int key_words,
     int share_tiles, int share_rest, int share_pieces, uint32_t zero,  // 0, which the compiler must not know
-    float q_factor) {                                // RAW_Q: softmax scale times log2(e)
+    float q_factor,                                  // RAW_Q: softmax scale times log2(e)
+    int* flags) {  // of a guard: [0] goes up where the output is not finite; or null
   extern __shared__ __align__(1024) uint8_t shared[];  // a swizzle repeats every 1024 bytes
   const uint32_t q_at = shared_address(shared);
   const uint32_t k_at = q_at + Q_BYTES;
@@ -426,7 +427,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
           v_scale + ((long long)w.member * (q_heads / group) + kv_head) * VALUE_PADDED + 2 * pair;
       uint16_t* to = out + w.batch * out_stride_b + (w.head - w.batch * q_heads) * out_stride_h +
                      (long long)(w.q_row + row) * out_stride_s;
-      store_rows(O, l0, l1, channel, to, out_stride_s, row, w.q_rows, pair);
+      const bool finite =
+          store_rows(O, l0, l1, channel, to, out_stride_s, row, w.q_rows, pair);
+      if (flags && !finite) atomicMax(flags, 1);
       if (lse && pair == 0) {
         const long long at = (long long)w.head * q_len + w.q_row + row;
         const float none = -__int_as_float(0x7F800000);

@@ -23,6 +23,7 @@ from sagepatch.backends.prepared import (
     CU_K,
     CU_Q,
     FACTOR,
+    FLAGS,
     LSE,
     OUT,
     SCRATCH,
@@ -40,7 +41,7 @@ from sagepatch.spec import Call
 # Keys and values of heads that run together are to stay in the L2 cache (50 MB on an H100).
 SECTION_BYTES = 32 << 20
 # Parameters of `attention` and `key_tiles`, as launch.Layout spells them.
-SIGNATURE = "TTT" + "P" * 13 + "qqq" + "i" * 18 + "f"
+SIGNATURE = "TTT" + "P" * 13 + "qqq" + "i" * 18 + "fP"
 KEY_TILES_SIGNATURE = "PPPii"
 KEY_TILES_THREADS = 1024
 # What attention can make codes of, and what a tensor map asks of addresses and strides.
@@ -257,6 +258,7 @@ class Launch:
             operands.ready,
             *self.numbers,
             Moving(FACTOR),
+            Moving(FLAGS),
         )
         return [*found, (self.kernel, self.grid, args)]
 

@@ -67,8 +67,9 @@ static __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4], int p) {
 
 // Writes my two rows, `row` of the block and row + 8: `to` points at the first column of `row`,
 // `channel` (scales of V) at my first, 2 `pair`. A row that sees no key gives 0, whatever V holds.
-// V's scale is last: a sum of many large values may not fit before it is an average.
-static __device__ __forceinline__ void store_rows(const float (&O)[VALUE / 2], float l0, float l1,
+// V's scale is last: a sum of many large values may not fit before it is an average. Says whether
+// all that it wrote is finite.
+static __device__ __forceinline__ bool store_rows(const float (&O)[VALUE / 2], float l0, float l1,
                                                   const float* channel, uint16_t* to,
                                                   long long out_stride_s, int row, int q_rows,
                                                   int pair) {
@@ -76,6 +77,7 @@ static __device__ __forceinline__ void store_rows(const float (&O)[VALUE / 2], f
   // Columns of eight: a thread holds two of each, and writes all of every fourth where rows start
   // at multiples of 16 bytes.
   constexpr int EIGHTS = VALUE / 8;
+  uint32_t largest[2] = {};  // magnitudes in `row` and row + 8, two of 16 bits each
 #pragma unroll
   for (int first = 0; first < EIGHTS; first += 4) {
     uint32_t both[2][4] = {};
@@ -91,6 +93,7 @@ static __device__ __forceinline__ void store_rows(const float (&O)[VALUE / 2], f
         const float x = empty ? 0.0f : O[j * 4 + 2 * i] * inverse * c.x;
         const float y = empty ? 0.0f : O[j * 4 + 2 * i + 1] * inverse * c.y;
         both[i][k] = OUT_HALF ? pack_half(x, y) : pack_bf16(x, y);
+        largest[i] = __vmaxu2(largest[i], both[i][k] & 0x7FFF7FFFu);
       }
     }
 #pragma unroll
@@ -113,4 +116,7 @@ static __device__ __forceinline__ void store_rows(const float (&O)[VALUE / 2], f
       }
     }
   }
+  constexpr uint32_t infinity = OUT_HALF ? 0x7C007C00u : 0x7F807F80u;
+  return !((row < q_rows && __vcmpgeu2(largest[0], infinity)) ||
+           (row + 8 < q_rows && __vcmpgeu2(largest[1], infinity)));
 }
