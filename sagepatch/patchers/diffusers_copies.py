@@ -17,7 +17,7 @@ from torch import Tensor
 from sagepatch.patchers.code import reached
 from sagepatch.patchers.diffusers_dispatch import over_private_globals
 from sagepatch.patchers.diffusers_processors import DISPATCH, Route
-from sagepatch.patchers.sdpa import SdpaRedirect
+from sagepatch.patchers.sdpa import inside
 
 # Where a stand-in carries its handle: diffusers passes the first on as `backend=`.
 _BACKEND = "_attention_backend"
@@ -113,7 +113,7 @@ def _recreate(original: type, route: Route, before: Any) -> type:
         "__doc__": original.__doc__,
     }
     if route is Route.SDPA:
-        body["__call__"] = _inside_redirect(original.__call__)
+        body["__call__"] = _inside_redirect(original.__call__, original)
         body[_HANDLE] = None
     else:
         for name in dir(original):
@@ -130,13 +130,12 @@ def _dispatches(method: types.FunctionType, owner: type) -> bool:
     )
 
 
-def _inside_redirect(call: Callable[..., Any]) -> Callable[..., Any]:
+def _inside_redirect(call: Callable[..., Any], owner: type) -> Callable[..., Any]:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         handle = self._sagepatch_handle
         if handle is None:
             return call(self, *args, **kwargs)
-        with SdpaRedirect(handle):
-            return call(self, *args, **kwargs)
+        return inside(handle, call, owner, self, *args, **kwargs)
 
     # diffusers reads the signature of __call__ to decide what to pass on, and Dynamo, tracing that,
     # guards on the length of this tuple.

@@ -1,7 +1,8 @@
 """Modules that call torch's SDPA in their own forward: finds them, and redirects that one call.
 
-Nothing of torch changes: a `TorchFunctionMode`, entered for the length of one module's call, sees
-the SDPA calls made inside it. Knows neither diffusers nor transformers.
+Nothing of torch changes: a module's method runs over globals whose SDPA is ours (`sdpa_direct`), or
+inside a `TorchFunctionMode` that sees the SDPA calls made there. Knows neither diffusers nor
+transformers.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from sagepatch.patchers.code import (
     takes_softmax,
     uses_attention_interface,
 )
+from sagepatch.patchers.sdpa_direct import call_directly, direct
 from sagepatch.patchers.site import Found, Left, Site, Swap
 from sagepatch.spec import Call
 
@@ -66,17 +68,34 @@ class SdpaRedirect(TorchFunctionMode):
             return torch.unflatten(*args, **kwargs)
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
-        call = sdpa_call(*args, **kwargs)
-        if isinstance(call, str):
-            reason = call
-        elif observed_by_others():
-            reason = OBSERVED
-        elif needs_grad(call):
-            reason = TRAINING
-        else:
-            return run(call, handle=self.handle)[0]
-        count_elsewhere(self.handle, reason)
-        return func(*args, **kwargs)
+        return answer(self.handle, args, kwargs)
+
+
+def answer(handle: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `F.scaled_dot_product_attention(*args, **kwargs)` gives in the layer of `handle`."""
+    call = sdpa_call(*args, **kwargs)
+    if isinstance(call, str):
+        reason = call
+    elif observed_by_others():
+        reason = OBSERVED
+    elif needs_grad(call):
+        reason = TRAINING
+    else:
+        return run(call, handle=handle)[0]
+    count_elsewhere(handle, reason)
+    return F.scaled_dot_product_attention(*args, **kwargs)
+
+
+def inside(
+    handle: Tensor, method: Callable[..., Any], owner: type, *args: Any, **kwargs: Any
+) -> Any:
+    """`method(*args, **kwargs)`, a method of `owner`, with its SDPA calls sent to this layer."""
+    if not torch.compiler.is_compiling():
+        copy = direct(method, owner)
+        if copy is not None:
+            return call_directly(copy, handle, answer, args, kwargs)
+    with SdpaRedirect(handle):
+        return method(*args, **kwargs)
 
 
 def observed_by_others() -> bool:
@@ -254,8 +273,11 @@ def _redirected(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if recomputed_later(self):
         count_elsewhere(carrier.handle, TRAINING)
         return (carrier.inner or functools.partial(type(self).forward, self))(*args, **kwargs)
+    if carrier.inner is None:
+        owner = type(self)
+        return inside(carrier.handle, owner.forward, owner, self, *args, **kwargs)
     # Entered already: what the instance had as forward led back to an earlier method of ours.
-    plain = carrier.inner is None or _entered(carrier.handle)
+    plain = _entered(carrier.handle)
     with SdpaRedirect(carrier.handle):
         if plain:
             return type(self).forward(self, *args, **kwargs)

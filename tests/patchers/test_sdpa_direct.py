@@ -1,0 +1,223 @@
+"""Methods that call torch's SDPA run over globals of their own: the same as under a mode, and no
+other operation of torch is met.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import sagepatch
+from sagepatch.patchers.sdpa_direct import direct
+
+SCALE = 1.0
+CALLS = 0
+
+
+def modes() -> int:
+    """Function modes on this thread's stack."""
+    return int(torch._C._len_torch_function_stack())
+
+
+class Base(nn.Module):
+    seen: int | None = None
+
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x, x.flip(2), x.roll(1, 2)
+
+
+class ByModule(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = modes()
+        q, k, v = self.qkv(x)
+        y = F.scaled_dot_product_attention(q, k, v)
+        return F.silu(y) if self.inner is None else self.inner(y)
+
+
+class ByName(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = modes()
+        return sdpa(*self.qkv(x))
+
+
+class InNested(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = modes()
+        return torch.cat([F.scaled_dot_product_attention(*self.qkv(part)) for part in x.split(1)])
+
+
+class ByFullName(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(*self.qkv(x))
+
+
+def helper(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+class InHelper(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return helper(*self.qkv(x))
+
+
+class InBoth(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return helper(*self.qkv(x)) + F.scaled_dot_product_attention(*self.qkv(2 * x))
+
+
+class Counting(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        global CALLS
+        CALLS += 1
+        return F.scaled_dot_product_attention(*self.qkv(x))
+
+
+def twice(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(method)
+    def wrapped(self: Any, x: Tensor) -> Tensor:
+        return 2 * method(self, x)
+
+    return wrapped
+
+
+class Decorated(Base):
+    @twice
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*self.qkv(x))
+
+
+class Reading(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*self.qkv(x), scale=SCALE)
+
+
+class Failing(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.scaled_dot_product_attention(*self.qkv(x))
+        if y.shape[2] == 3:
+            raise ValueError("three tokens")
+        return y
+
+
+DIRECT = [ByModule, ByName, InNested, Reading, Failing]
+BY_MODE = [ByFullName, InHelper, InBoth, Counting, Decorated]
+CALLS_OF: dict[type[nn.Module], int] = {InBoth: 2}
+
+
+def x(tokens: int = 40) -> Tensor:
+    return torch.randn(1, 2, tokens, 16, generator=torch.Generator().manual_seed(0))
+
+
+def patched(model: nn.Module) -> sagepatch.Patch:
+    return sagepatch.apply(model, variant="sage1_b", emulate=True)
+
+
+@pytest.mark.parametrize("owner", DIRECT + BY_MODE)
+def test_every_way_to_write_the_call_is_met(owner: type[nn.Module]) -> None:
+    model = owner().eval()
+    with torch.no_grad():
+        plain = model(x())
+        with patched(model) as patch:
+            out = model(x())
+            assert sum(patch.layers[0].record.by_variant.values()) == CALLS_OF.get(owner, 1)
+        assert torch.equal(model(x()), plain)
+    assert not torch.equal(out, plain)
+    assert (out - plain).norm() < 0.03 * plain.norm()
+
+
+@pytest.mark.parametrize("owner", DIRECT + BY_MODE)
+def test_which_need_a_mode(owner: type[nn.Module]) -> None:
+    copy = direct(owner.forward, owner)  # type: ignore[arg-type]
+    assert (copy is not None) == (owner in DIRECT)
+
+
+@pytest.mark.parametrize("owner", [ByModule, ByName, InNested])
+def test_no_other_operation_is_met(owner: type[Base]) -> None:
+    model = owner().eval()
+    with torch.no_grad(), patched(model):
+        model(x())
+    assert model.seen == 0
+
+
+def test_globals_are_read_as_they_are_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Reading().eval()
+    with torch.no_grad(), patched(model):
+        before = model(x())
+        monkeypatch.setitem(Reading.forward.__globals__, "SCALE", 0.01)
+        after = model(x())
+    assert not torch.allclose(before, after, atol=0.05)
+
+
+def test_globals_are_written_where_they_live() -> None:
+    model = Counting().eval()
+    before = CALLS
+    with torch.no_grad(), patched(model):
+        model(x())
+    assert CALLS - before == 1
+
+
+def test_a_layer_inside_another_keeps_its_own() -> None:
+    model = ByModule(ByName()).eval()
+    with torch.no_grad(), patched(model) as patch:
+        model(x())
+        assert [sum(layer.record.by_variant.values()) for layer in patch.layers] == [1, 1]
+
+
+def test_an_error_leaves_nothing_behind() -> None:
+    model, other = Failing().eval(), ByName().eval()
+    with torch.no_grad(), patched(model) as patch:
+        with pytest.raises(ValueError, match="three tokens"):
+            model(x(3))
+        plain = other(x())
+        assert sum(patch.layers[0].record.by_variant.values()) == 1
+    assert torch.equal(plain, other(x()))
+
+
+def test_threads_do_not_meet() -> None:
+    models = [ByModule().eval() for _ in range(4)]
+    patches = [patched(model) for model in models]
+
+    def run(model: nn.Module) -> None:
+        with torch.no_grad():
+            for _ in range(20):
+                model(x())
+
+    threads = [threading.Thread(target=run, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [sum(p.layers[0].record.by_variant.values()) for p in patches] == [20] * 4
+    for patch in patches:
+        patch.restore()
+
+
+def test_torch_s_own_replacement_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has replaced `F.scaled_dot_product_attention` itself keeps the calls that are not
+    ours to take.
+    """
+    model = ByModule().eval()
+    heard: list[int] = []
+    plain = F.scaled_dot_product_attention
+
+    def other(*args: Any, **kwargs: Any) -> Tensor:
+        heard.append(1)
+        return plain(*args, **kwargs)
+
+    with patched(model):
+        monkeypatch.setattr(F, "scaled_dot_product_attention", other)
+        y = x().requires_grad_()
+        model(y)
+    assert heard == [1]
