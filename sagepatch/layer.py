@@ -9,7 +9,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sagepatch.backends.catalogue import SDPA
 from sagepatch.backends.guard import DeviceGuard, Verdict, available
+from sagepatch.backends.prepared import Prepared
 from sagepatch.backends.selfcheck import failure
 from sagepatch.bounded import Bounded
 from sagepatch.dispatch import Request, Unusable, select
@@ -56,6 +57,15 @@ class Policy:
     emulate: bool = False
 
 
+class Way(NamedTuple):
+    """How a layer serves calls of one kind, where its kernel was launched for one before."""
+
+    spec: AttnSpec
+    runs: str
+    prepared: Prepared
+    guard: DeviceGuard | None
+
+
 @dataclass(eq=False)
 class PatchedLayer:
     """One attention layer of one patched model.
@@ -87,6 +97,11 @@ class PatchedLayer:
         default_factory=lambda: Bounded(MOST_SPECS), repr=False
     )
 
+    # Of a layer with parts a call's place in the schedule decides, too: nothing is kept there.
+    ways: Bounded[tuple[Any, ...], Way] = field(
+        default_factory=lambda: Bounded(MOST_SPECS), repr=False
+    )
+
     def __post_init__(self) -> None:
         number = next(_numbers)
         # One number, read inside the op: an attribute that differs by layer without a recompile by
@@ -110,7 +125,11 @@ class PatchedLayer:
         self.reason = reason
         self.planned = planned
         self.observer = None
-        self._chosen = Bounded(MOST_SPECS)
+        self._forget()
+
+    def _forget(self) -> None:
+        # New ones: another thread may be about to write what it chose before.
+        self._chosen, self.ways = Bounded(MOST_SPECS), Bounded(MOST_SPECS)
 
     @property
     def runs(self) -> str:
@@ -128,7 +147,7 @@ class PatchedLayer:
     def demote(self, reason: str) -> None:
         """Run exact attention from now on; warn once."""
         self.demoted = reason
-        self._chosen = Bounded(MOST_SPECS)
+        self._forget()
         if self.record.note(f"demoted to exact attention: {reason}"):
             logger.warning(
                 "sagepatch: layer %s runs exact attention from now on: %s", self.name, reason

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 
 import torch
@@ -32,8 +32,17 @@ class MaskKind(StrEnum):
     ADDITIVE = "additive"  # floating point, added to the scaled scores
 
 
+class _Hashed:
+    """A slot for a hash, which is asked for several times a call: no field, so that it is neither
+    compared nor pickled.
+    """
+
+    __slots__ = ("_hash",)
+    _hash: int
+
+
 @dataclass(frozen=True, slots=True)
-class AttnSpec:
+class AttnSpec(_Hashed):
     """One attention call without its tensors; every decision of the library takes one of these.
 
     Sizes count elements. `arch` is the compute capability as an integer (90 for sm_90) or None off
@@ -62,6 +71,14 @@ class AttnSpec:
     packed: bool = False
     lse: bool = False
     gpu: str | None = None
+
+    def __hash__(self) -> int:
+        try:
+            return self._hash
+        except AttributeError:
+            made = hash(tuple(getattr(self, field.name) for field in fields(self)))
+            object.__setattr__(self, "_hash", made)
+            return made
 
     @property
     def causal(self) -> bool:
@@ -111,7 +128,8 @@ def mask_kind(mask: Tensor | None) -> MaskKind:
     )
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: making a frozen one costs the host as much as half a launch. Nobody changes one.
+@dataclass(slots=True, eq=False)
 class Call:
     """One attention call with its tensors, in the one layout that kernels know.
 

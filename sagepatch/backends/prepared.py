@@ -114,6 +114,11 @@ Begin = Callable[[Call, Recipe, Tensor | None], tuple[Tensor, Tensor | None, Pre
 _PREPARED: Bounded[tuple[Any, ...], Prepared] = Bounded(MOST_KINDS)
 
 
+def on_gpu(call: Call) -> bool:
+    """Whether launches serve a call at all."""
+    return call.q.is_cuda
+
+
 def kind_of(call: Call) -> tuple[Any, ...]:
     """All that launches depend on but for addresses, as cheaply as Python allows."""
     q, k, v, mask, cu_q, cu_k = (
@@ -145,9 +150,7 @@ def serve(
     """Serve a call as one of its kind was served before, or by `begin`; output [B, Hq, Sq, Dv] in
     the order that the call asks for.
     """
-    # Hashing a recipe costs more than the rest of the key: entries hold theirs, so that ids stay.
-    guarded = None if flags is None else flags.data_ptr() % ALIGNMENT
-    key = (toolchain, id(recipe), guarded, *kind_of(call))
+    key = _key(toolchain, call, recipe, flags)
     found = _PREPARED.get(key)
     if found is not None:
         return again(found, call, flags)
@@ -157,9 +160,17 @@ def serve(
     return out, lse
 
 
-def find(toolchain: str, call: Call, recipe: Recipe) -> Prepared | None:
-    """How a call without a guard was served; None where none of its kind was."""
-    return _PREPARED.get((toolchain, id(recipe), None, *kind_of(call)))
+def find(
+    toolchain: str, call: Call, recipe: Recipe, flags: Tensor | None = None
+) -> Prepared | None:
+    """How a call was served; None where none of its kind was."""
+    return _PREPARED.get(_key(toolchain, call, recipe, flags))
+
+
+def _key(toolchain: str, call: Call, recipe: Recipe, flags: Tensor | None) -> tuple[Any, ...]:
+    guarded = None if flags is None else flags.data_ptr() % ALIGNMENT
+    # Hashing a recipe costs more than the rest of the key: entries hold theirs, so that ids stay.
+    return (toolchain, id(recipe), guarded, *kind_of(call))
 
 
 def again(

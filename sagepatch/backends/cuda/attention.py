@@ -334,8 +334,9 @@ def run(call: Call, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
 
 
 def run_guarded(call: Call, recipe: Recipe, flags: Tensor) -> tuple[Tensor, Tensor | None]:
-    """As `run`, and where the result is not finite the exact kernel of the Triton backend
-    overwrites it, decided on the device: `triton.attention.run_guarded` says what `flags` are.
+    """As `run`, and where the result is not finite, which the kernel itself finds, the exact kernel
+    of the Triton backend overwrites it, decided on the device: `triton.attention.run_guarded` says
+    what `flags` are.
     """
     return _run(call, recipe, flags)
 
@@ -361,9 +362,9 @@ def _begin(
         out, lse = again(prepared, call, flags)
         if flags is None:
             return out, lse, prepared
-        from sagepatch.backends.triton.exact import links_of_guard
+        from sagepatch.backends.triton.exact import links_where
 
-        behind = links_of_guard(flags, call, out, lse)
+        behind = links_where(flags, call, out, lse)
         if behind is None:
             return out, lse, None
         chain = Chain([*links, *behind], VALUES)

@@ -26,8 +26,6 @@ from sagepatch.backends.triton.primitives import (
 )
 from sagepatch.spec import Call
 
-# Rows of the output that one program looks at.
-FLAG_ROWS = 64
 BLOCK_M = 64
 BLOCK_N = 32
 
@@ -209,13 +207,7 @@ def flag_non_finite(
     tl.atomic_max(Flags, bad, mask=bad != 0)
 
 
-def guard(
-    flags: Tensor,
-    call: Call,
-    out: Tensor,
-    lse: Tensor | None,
-    recording: Recording | None = None,
-) -> None:
+def guard(flags: Tensor, call: Call, out: Tensor, lse: Tensor | None) -> None:
     """Behind a kernel that raises no flag of its own: raise flags[0] where `out` is not finite, and
     overwrite it as `run_where` does. Reads `out` once more.
     """
@@ -223,23 +215,19 @@ def guard(
     if out.numel() == 0:
         return
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
-        launch(
-            flag_non_finite,
-            B * Hq * -(-Sq // FLAG_ROWS),
-            (out, flags, Hq, Sq, *out.stride()[:3]),
-            {"DV": Dv, "DVP2": triton.next_power_of_2(Dv), "ROWS": FLAG_ROWS},
-            recording,
+        flag_non_finite[(B * Hq * -(-Sq // 64),)](
+            out, flags, Hq, Sq, *out.stride()[:3], DV=Dv, DVP2=triton.next_power_of_2(Dv), ROWS=64
         )
-        run_where(flags, call, out, lse, recording)
+        run_where(flags, call, out, lse)
 
 
-def links_of_guard(flags: Tensor, call: Call, out: Tensor, lse: Tensor | None) -> list[Link] | None:
-    """What `guard` launches, which it does, as links behind the launches of a call's own; None
+def links_where(flags: Tensor, call: Call, out: Tensor, lse: Tensor | None) -> list[Link] | None:
+    """What `run_where` launches, which it does, as links behind the launches of a call's own; None
     where they cannot be.
     """
     call = replace(call, q=call.q.detach(), k=call.k.detach(), v=call.v.detach())
     recording = Recording()
-    guard(flags, call, out, lse, recording)
+    run_where(flags, call, out, lse, recording)
     found = links_of(recording, tensors_of(call, out, lse, flags))
     if found is None:
         return None
