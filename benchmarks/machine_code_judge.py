@@ -4,6 +4,7 @@
 
 Run it in the checkout that was measured: it counts the machine code of the kernels there. Writes
 benchmarks/machine_code_judged.csv, one row a kernel and head size: the faster of two long shapes.
+Rows of kernels that are not in the tables given stay.
 """
 
 from __future__ import annotations
@@ -71,7 +72,11 @@ def main() -> None:
     )
     given = parser.parse_args()
     rows = [judged(*key, one) for key, one in best(given.measured).items()]
-    rows.sort(key=lambda r: (r["kernel"].split(".")[0], r["head_dim"]))
+    if given.out.exists():
+        with given.out.open(newline="", encoding="utf-8") as file:
+            new = {row["kernel"] for row in rows}
+            rows += [row for row in csv.DictReader(file) if row["kernel"] not in new]
+    rows.sort(key=lambda r: (r["kernel"].split(".")[0], int(r["head_dim"])))
     with given.out.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows[0].keys())
         writer.writeheader()
