@@ -184,6 +184,14 @@ def _cost(r: Recipe) -> str:
     if not served:
         lines.append("No GPU kernel computes it: it is emulated in plain torch.")
         return "\n".join(lines)
+    for kernel in kernels:
+        if kernel.tested_on:
+            archs = ", ".join(f"sm_{arch}" for arch in sorted(kernel.archs or ()))
+            lines += [
+                f"`{kernel.name}` for {archs}: compiled, arithmetic checked on sm_90, not yet run "
+                "there ([which goes first, and why](../kernels-mma.md)).",
+                "",
+            ]
     speeds: dict[str, dict[str, dict[str, str]]] = {}
     for row in _rows("h200_attention.csv"):
         speeds.setdefault(row["shape"], {})[row["variant"]] = row
