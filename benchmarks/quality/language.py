@@ -67,6 +67,8 @@ TURN, MOST_DOCUMENTS = 2, 40
 OTHER_TURNS, PLAIN_TURNS, PLAIN_LONGEST = 3, 2, 8192
 LAYER_TOKENS = 2048
 CALIBRATION_ROWS = 4
+# In the model's folder when it is whole.
+TRAINED = "trained"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,56 +106,102 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=tables.HERE)
     parser.add_argument("--train-seconds", type=float, default=140)
     parser.add_argument("--measure-seconds", type=float, default=70)
-    parser.add_argument("--until", type=float, help="begin no round that would end after so long")
+    parser.add_argument("--train-until", type=float, help="train no longer than until then")
+    parser.add_argument("--until", type=float, help="begin no turn that would end after so long")
     parser.add_argument("--most-megabytes", type=float, default=120)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--commit")
+    parser.add_argument("--command", help="what its rows say that made them")
+    parser.add_argument("--deadline", type=float, help="as --until, in seconds of Unix time")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Train, calibrate, measure, write."""
+    """Train in this process and measure in another, which makes its kernels ready meanwhile."""
     options = parsed()
     scale = TINY_SCALE if options.tiny else FULL_SCALE
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ahead.share_cache()
-    if ahead.is_rehearsal():
-        rehearse(scale, device)
-        return
     about = tables.provenance(tables.command_of("language", sys.argv[1:]), options.commit)
+    if ahead.is_rehearsal():
+        ahead.rehearse(rehearsal(scale, device))
+        return
+    if options.model is not None:
+        measure_model(options, scale, device, about)
+        return
     with tempfile.TemporaryDirectory() as scratch:
-        folder = options.model or options.keep or Path(scratch) / "model"
-        trainer = None
-        if options.model is None:
-            # The backward of cuDNN's attention has given NaN (torch 2.11, H200).
-            torch.backends.cuda.enable_cudnn_sdp(False)
-            trainer = Trainer(scale.size, device, not options.no_compile and device.type == "cuda")
-            corpus = start_corpus(options, folder, about)
-            trainer.warm()
-            say("compiled")
-        helpers = [] if device.type == "cpu" else ahead.start("benchmarks.quality.language")
-        if trainer is not None:
-            trained(options, trainer, corpus, folder, about)
-            del trainer
-            torch.backends.cuda.enable_cudnn_sdp(True)
-        model, held, text = loaded(folder, device)
-        say("compiled ahead:", [helper.poll() for helper in helpers])
+        folder = options.keep or Path(scratch) / "model"
+        (folder / TRAINED).unlink(missing_ok=True)
+        corpus = start_corpus(options, folder, about)
+        # The backward of cuDNN's attention has given NaN (torch 2.11, H200).
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        trainer = Trainer(scale.size, device, not options.no_compile and device.type == "cuda")
+        trainer.warm()
+        say("compiled")
+        measurer = start_measurer(options, folder, about)
         try:
-            plan = calibrated(model, text, scale, device)
-            plan.save(options.out / "language_plan.json")
-            chosen = [Condition("calibrated plan", "plan", plan)]
-        except FAILURES:
-            traceback.print_exc()
-            chosen = []
-        measure(model, held, text, scale, device, chosen, options, about)
+            trained(options, trainer, corpus, folder, about)
+        except BaseException:
+            measurer.terminate()
+            raise
+        del trainer
+        torch.cuda.empty_cache()
+        raise SystemExit(measurer.wait())
 
 
-def rehearse(scale: Scale, device: torch.device) -> None:
-    """This process's share of the kernels that `main` calls after the training, on one layer with
-    random weights.
+def start_measurer(
+    options: argparse.Namespace, folder: Path, about: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    """This script again, for the model that will be in `folder`; its rows are those of this
+    command.
+    """
+    words = ["--model", str(folder), "--out", str(options.out), "--commit", about["commit"]]
+    words += ["--command", about["command"], "--measure-seconds", str(options.measure_seconds)]
+    words += ["--tiny"] if options.tiny else []
+    if options.until:
+        ends = time.time() + options.until - (time.perf_counter() - started)
+        words += ["--deadline", str(ends)]
+    return subprocess.Popen([sys.executable, "-m", "benchmarks.quality.language", *words])
+
+
+def measure_model(
+    options: argparse.Namespace, scale: Scale, device: torch.device, about: dict[str, str]
+) -> None:
+    """Everything after the training: `rehearsal` once, so that every kernel is there, then the
+    model, when it is there.
+    """
+    if options.command:
+        about = {**about, "command": options.command}
+    if device.type == "cuda":
+        words = ["--tiny"] if options.tiny else []
+        helpers = ahead.start("benchmarks.quality.language", words)
+        say("compiled ahead:", [helper.wait() for helper in helpers])
+        for _, run in rehearsal(scale, device):
+            try:
+                run()
+            except FAILURES:
+                traceback.print_exc()
+        say("every kernel was run")
+    while not (options.model / TRAINED).exists():
+        time.sleep(0.1)
+    model, held, text = loaded(options.model, device)
+    say("model loaded")
+    try:
+        plan = calibrated(model, text, scale, device)
+        plan.save(options.out / "language_plan.json")
+        chosen = [Condition("calibrated plan", "plan", plan)]
+    except FAILURES:
+        traceback.print_exc()
+        chosen = []
+    measure(model, held, text, scale, device, chosen, options, about)
+
+
+def rehearsal(scale: Scale, device: torch.device) -> list[tuple[str, Callable[[], object]]]:
+    """Named work that calls every kernel as the measuring does, on one layer with random
+    weights.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = new_model(replace(scale.size, layers=1), device, dtype).eval()
@@ -173,7 +221,7 @@ def rehearse(scale: Scale, device: torch.device) -> None:
             layers.rows(layers.captured(model, run, (1,)), [condition])
 
     work += [(found.name, partial(one, found)) for found in (EXACT, *recipes(device), *baselines())]
-    ahead.rehearse(work)
+    return work
 
 
 def start_corpus(
@@ -205,13 +253,17 @@ def trained(
     tokens = torch.from_numpy(np.load(folder / "tokens.npz")["train"].astype(np.int32)).to(device)
     say(f"training on {len(tokens) / 1e6:.1f} M tokens")
     rows = []
-    for row in train(trainer, tokens, options.train_seconds):
+    seconds = options.train_seconds
+    if options.train_until:
+        seconds = min(seconds, options.train_until - (time.perf_counter() - started))
+    for row in train(trainer, tokens, seconds):
         rows.append({**row, "parameters": parameters})
         say(row)
     tables.write(options.out / "language_training.csv", rows, about)
     sources = tables.read(folder / "sources.csv")
     tables.write(options.out / "language_sources.csv", sources, {})
     trainer.model.save_pretrained(folder)
+    (folder / TRAINED).touch()
 
 
 def loaded(
@@ -325,11 +377,11 @@ def measure(
     records: list[Record] = []
     failed: set[str] = set()
     took: dict[str, list[float]] = {}
-    ends = (
-        started + options.until
-        if options.until
-        else time.perf_counter() + (options.measure_seconds)
-    )
+    ends = time.perf_counter() + options.measure_seconds
+    if options.until:
+        ends = started + options.until
+    if options.deadline:
+        ends = time.perf_counter() + options.deadline - time.time()
     for first, due in itertools.groupby(order, key=lambda turn: turn.first):
         batch = documents[first : first + TURN]
         given = exams(batch, first, scale.recall_lengths)
@@ -348,13 +400,15 @@ def measure(
                 records = [record for record in records if record.condition != name]
                 print(f"{name} failed and is left out", flush=True)
             took.setdefault(name, []).append(time.perf_counter() - began)
-        if not first:
+            if not first:
+                # What a run that is cut off leaves.
+                tables.write(options.out / "language_records.csv", list(map(asdict, records)), {})
+        if not first and time.perf_counter() < ends:
             say("a turn:", {name: round(times[0], 2) for name, times in took.items()})
             write_layers(model, text, scale, device, conditions, options.out, about)
             write_summary(records, conditions, device, options.out, about)
-        # What a run that is cut off leaves.
-        raw = [asdict(record) for record in records]
-        tables.write(options.out / "language_records.csv", raw, {})
+        if records:
+            tables.write(options.out / "language_records.csv", list(map(asdict, records)), {})
         if time.perf_counter() > ends:
             break
     say(f"{first + len(batch)} documents; failed:", sorted(failed) or "nothing")

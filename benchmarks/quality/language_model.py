@@ -36,11 +36,11 @@ class Size:
     kv_heads: int = 2
     head_dim: int = 64
     stages: tuple[tuple[float, int], ...] = (
-        (0.24, 512),
-        (0.22, 2048),
+        (0.20, 512),
+        (0.20, 2048),
         (0.18, 8192),
-        (0.14, 16384),
-        (0.22, LONGEST),
+        (0.16, 16384),
+        (0.26, LONGEST),
     )
     step_tokens: int = 16384
 
