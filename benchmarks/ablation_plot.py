@@ -1,4 +1,5 @@
-"""Draws docs/ablations.png from ablations.csv: products, depths, splits, four bits.
+"""Draws docs/ablations.png from ablations.csv and ablations_gpu.csv: products, depths, splits, four
+bits, row sums, kernels beside emulators.
 
 python benchmarks/ablation_plot.py
 """
@@ -10,7 +11,7 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("agg")
-from ablation_page import PAGE, Ablations
+from ablation_page import PAGE, Ablations, rows
 from matplotlib import pyplot as plt
 
 NAMES = ("normal", "outliers", "demo", "peaked", "V + 3", "Q + 3")
@@ -86,16 +87,60 @@ def four_bits(axes: Any, found: Ablations) -> None:
         at = [place + (number - 1.5) * width for place in range(len(SMOOTHED))]
         heights = [found.l1("INT4", s, name) for s in SMOOTHED]
         axes.bar(at, heights, width, color=COLOURS[name], label=name)
-    axes.set_xticks(range(len(SMOOTHED)), SMOOTHED.values())
+    axes.set_xticks(range(len(SMOOTHED)), SMOOTHED.values(), rotation=15)
     axes.set(yscale="log", ylabel="rel. L1", title="INT4: what is smoothed")
     axes.legend(fontsize=8)
+
+
+def row_sums(axes: Any, found: Ablations) -> None:
+    """Error with the sum of codes over that with the sum of probabilities."""
+    names = ("sage2pp_8", "sage2_8", "sage1_vb")
+    across = found.data("row sum")
+    width = 0.8 / len(names)
+    for number, name in enumerate(names):
+        ratios = [
+            found.l1("row sum", f"{name}, sum of codes", data)
+            / found.l1("row sum", f"{name}, sum of probabilities", data)
+            for data in across
+        ]
+        axes.bar([place + (number - 1) * width for place in range(len(across))], ratios, width)
+    axes.axhline(1.0, color="grey", linewidth=0.8)
+    axes.set_xticks(range(len(across)), across, rotation=20)
+    axes.legend(["equal", *names], fontsize=8, loc="lower left")
+    axes.set(yscale="log", ylabel="rel. L1, codes over probabilities", title="Row sum of codes")
+
+
+def kernels(axes: Any, found: Ablations) -> None:
+    """Every setting that a kernel computes, on an H200, beside its emulator."""
+    made = [r for r in rows("ablations_gpu.csv") if r["kernel"] == "cuda_mma"]
+    for name, colour in COLOURS.items():
+        some = [r for r in made if r["data"] == name]
+        axes.plot(
+            [float(r["emulated_rel_l1"]) for r in some],
+            [float(r["kernel_rel_l1"]) for r in some],
+            "o",
+            markersize=4,
+            fillstyle="none",
+            color=colour,
+            label=name,
+        )
+    axes.axline((1e-3, 1e-3), (1, 1), color="grey", linewidth=0.8)
+    axes.legend(fontsize=8)
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="rel. L1 of the emulator",
+        ylabel="rel. L1 of the kernel, H200",
+        title="Kernels beside their emulator",
+    )
 
 
 def main() -> None:
     """Draw the picture."""
     found = Ablations()
-    figure, axes = plt.subplots(2, 2, figsize=(11, 8))
-    for draw, place in zip((products, depths, splits, four_bits), axes.flat, strict=True):
+    figure, axes = plt.subplots(3, 2, figsize=(11, 12))
+    panels = (products, depths, splits, four_bits, row_sums, kernels)
+    for draw, place in zip(panels, axes.flat, strict=True):
         draw(place, found)
     figure.tight_layout()
     figure.savefig(PAGE.with_suffix(".png"), dpi=100)
