@@ -412,6 +412,8 @@ def measure(
         if time.perf_counter() > ends:
             break
     say(f"{first + len(batch)} documents; failed:", sorted(failed) or "nothing")
+    if not records:
+        return
     say("the last turn:", {name: round(times[-1], 2) for name, times in took.items()})
     write_summary(records, conditions, device, options.out, about)
 
