@@ -255,7 +255,7 @@ def main() -> None:
         for helper in helpers:
             helper.wait()
         clock.say("compiled ahead:", [helper.poll() for helper in helpers])
-        if device.type == "cuda":
+        if device.type == "cuda" and options.only is None:
             full = Studio(
                 load_pipeline(torch.float32, device), device, studio.captions, studio.seeds
             )
