@@ -3,9 +3,10 @@ tokens to its share of the output, by what the processes exchange, and writes a 
 
     python benchmarks/ulysses_exchange.py --out benchmarks/ulysses_exchange.csv
 
-The ways: diffusers' exchange of q, k and v in 16 bits around torch's attention, the same around
-ours, ours after a single exchange of all three, and ours after an exchange of codes: each process
-quantises its own tokens, around the mean of everybody's keys, and sends 8-bit Q, K and V.
+The ways: diffusers' exchanges of q, k and v in 16 bits around torch's attention, the same around
+ours, ours after a single exchange of all three (what sagepatch does), and ours after an exchange of
+codes: each process quantises its own tokens, around the mean of everybody's keys, and sends 8-bit
+Q, K and V.
 A time is that of the slowest process, and is written after every process's output was checked.
 """
 
@@ -31,7 +32,7 @@ import torch.multiprocessing
 from h200_end_to_end import commit
 from torch import Tensor
 
-from sagepatch.backends import load, unusable
+from sagepatch.backends import unusable
 from sagepatch.backends.catalogue import BY_NAME
 from sagepatch.dispatch import Request
 from sagepatch.env import VERSION, nvidia_driver
@@ -72,13 +73,6 @@ def all_to_all(sent: Tensor) -> Tensor:
     return got
 
 
-def heads_apart(tensor: Tensor) -> Tensor:
-    """[B, S, H, D] as [world, S, B, H / world, D]: the heads of each process together."""
-    B, S, H, D = tensor.shape
-    world = dist.get_world_size()
-    return tensor.view(B, S, world, H // world, D).permute(2, 1, 0, 3, 4)
-
-
 def give_back(out: Tensor) -> Tensor:
     """All tokens of this process's heads, [B, h, S, D] with memory order [B, S, h, D], to this
     process's tokens of all heads, [B, S / world, H, D].
@@ -88,19 +82,6 @@ def give_back(out: Tensor) -> Tensor:
     parts = out.transpose(1, 2).view(B, world, S // world, h, D).permute(1, 2, 0, 3, 4)
     got = all_to_all(parts.contiguous())
     return got.permute(2, 1, 0, 3, 4).reshape(B, S // world, world * h, D)
-
-
-def together(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Q, K and V in one exchange; the kernel reads them where they arrive."""
-    apart = [heads_apart(tensor) for tensor in (q, k, v)]
-    world, S, B, h, D = apart[0].shape
-    sent = torch.empty((world, S, B, 3, h, D), dtype=q.dtype, device=q.device)
-    for number, tensor in enumerate(apart):
-        sent[:, :, :, number].copy_(tensor)
-    ours = all_to_all(sent).flatten(0, 1).permute(2, 1, 3, 0, 4)  # [3, B, h, S, D]
-    call = Call(ours[0], ours[1], ours[2], D**-0.5, bshd_out=True)
-    variant = BY_NAME[f"triton.{RECIPE}"]
-    return give_back(load(variant.entry)(call, variant.recipe)[0])
 
 
 @contextmanager
@@ -178,22 +159,27 @@ def codes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return give_back(out)
 
 
-def diffusers_ways(config: Any) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """diffusers' exchange around torch's attention and around ours."""
+def ways_of(config: Any) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """diffusers' exchange around torch's attention and around ours, and what sagepatch does."""
     from diffusers.models.attention_dispatch import dispatch_attention_fn
 
-    from sagepatch.patchers.parallel import run_parallel
+    from sagepatch.patchers.parallel import exchanged_by_diffusers, exchanged_once
 
     layer = PatchedLayer("site", "self", Policy(guard="off"), Request("exact"), unusable)
     layer.run_with(Request(f"triton.{RECIPE}"), "asked for")
 
+    # The layer lives as long as these functions.
+    def theirs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return exchanged_by_diffusers(q, k, v, None, q.shape[3] ** -0.5, layer.handle, config)
+
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # The layer lives as long as this function.
-        return run_parallel(q, k, v, None, q.shape[3] ** -0.5, layer.handle, config)
+        return exchanged_once(q, k, v, q.shape[3] ** -0.5, layer.handle, config)
 
     return {
         "diffusers, torch": functools.partial(dispatch_attention_fn, parallel_config=config),
-        "diffusers, ours": ours,
+        "diffusers, ours": theirs,
+        "one exchange, ours": ours,
+        "codes, ours": codes,
     }
 
 
@@ -257,9 +243,8 @@ def rows_of(shape: Shape, config: Any) -> Iterator[Row]:
     world = dist.get_world_size()
     shares = [t.tensor_split(world, 1)[dist.get_rank()].contiguous() for t in whole]
     sent = shares[0].numel() * (world - 1) / world / 1e6
-    ways = {**diffusers_ways(config), "one exchange, ours": together, "codes, ours": codes}
     first = None
-    for name, way in ways.items():
+    for name, way in ways_of(config).items():
         cosine, rel_l1 = worst(way(*shares), whole)
         if cosine < LEAST_COSINE:
             raise RuntimeError(f"{shape.name}, {name}: cosine {cosine:.5f}")

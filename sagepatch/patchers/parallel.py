@@ -1,7 +1,8 @@
 """diffusers' context parallelism over our op: Ulysses, ring and both at once.
 
-diffusers exchanges the tensors and merges the parts; only the attention of one process is ours, and
-gives the log-sum-exp that a ring's merge needs. Knows no model. No collective is called here.
+Under plain Ulysses Q, K and V go in one exchange of ours. Otherwise diffusers exchanges the tensors
+and merges the parts; only the attention of one process is ours, and gives the log-sum-exp that a
+ring's merge needs. Knows no model.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sagepatch.errors import InvalidArgument
 from sagepatch.functional import run
 from sagepatch.patchers.sdpa import sdpa_call
+from sagepatch.spec import Call
 
 OTHER_KIND = "a parallel configuration that is not diffusers' context parallelism"
 CAUSAL = "diffusers' context parallelism has no causal attention"
@@ -69,6 +72,72 @@ def run_parallel(
     calls the layer of `handle` on what diffusers brings it: with Ulysses all tokens of some heads,
     in a ring once for each process's keys. Forward only: a backward raises `InvalidArgument`.
     """
+    if attn_mask is None and goes_together(query, key, value, parallel_config):
+        return exchanged_once(query, key, value, scale, handle, parallel_config)
+    return exchanged_by_diffusers(query, key, value, attn_mask, scale, handle, parallel_config)
+
+
+def goes_together(query: Tensor, key: Tensor, value: Tensor, parallel_config: Any) -> bool:
+    """Whether Q, K and V can go in one exchange: plain Ulysses, and three tensors alike."""
+    shared = parallel_config.context_parallel_config
+    return (
+        shared.ring_degree == 1
+        and not shared.ulysses_anything
+        and query.shape == key.shape == value.shape
+        and query.dtype == key.dtype == value.dtype
+        and query.shape[2] % shared.ulysses_degree == 0
+    )
+
+
+def exchanged_once(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    handle: Tensor,
+    parallel_config: Any,
+) -> Tensor:
+    """Ulysses with one exchange before the attention, which reads the tensors as they arrive, and
+    one behind it. Jacobs et al., DeepSpeed Ulysses (2023).
+    """
+    shared = parallel_config.context_parallel_config
+    world, group = shared.ulysses_degree, shared._ulysses_mesh.get_group()
+    B, S, H, D = query.shape
+    h = H // world
+    # Heads of each process together: [world, S, B, 3, h, D].
+    apart = [t.reshape(B, S, world, h, D).permute(2, 1, 0, 3, 4) for t in (query, key, value)]
+    all_tokens = _to_each(torch.stack(apart, 3), group).flatten(0, 1)
+    q, k, v = all_tokens.permute(2, 1, 3, 0, 4).unbind(0)  # [B, h, world * S, D]
+    out, _ = run(Call(q, k, v, scale, bshd_out=True), handle=handle)
+    parts = out.transpose(1, 2).reshape(B, world, S, h, D).permute(1, 2, 0, 3, 4)
+    own_tokens = _to_each(parts.contiguous(), group)  # [world, S, B, h, D]
+    return own_tokens.permute(2, 1, 0, 3, 4).reshape(B, S, H, D)
+
+
+def _to_each(sent: Tensor, group: Any) -> Tensor:
+    """Part r of the first axis goes to process r, and theirs come in the same order."""
+    if torch.compiler.is_compiling():
+        from torch.distributed import _functional_collectives as functional
+
+        flat = functional.all_to_all_single(sent.flatten(), None, None, group)
+        got: Tensor = functional.wait_tensor(flat).reshape(sent.shape)
+        return got
+    arrived = torch.empty_like(sent)
+    # Without the functional collective's dispatch, which costs the host more than a launch.
+    torch.distributed.all_to_all_single(arrived, sent, group=group)
+    return arrived
+
+
+def exchanged_by_diffusers(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    scale: float,
+    handle: Tensor,
+    parallel_config: Any,
+) -> Tensor:
+    """As diffusers itself does it, with our attention between its exchanges."""
     from diffusers.models.attention_dispatch import _templated_context_parallel_attention
 
     out: Tensor = _templated_context_parallel_attention(

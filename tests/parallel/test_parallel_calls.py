@@ -33,6 +33,8 @@ from sagepatch.patchers.parallel import (
     OTHER_KIND,
     QUERY_MASK,
     RING_MASK,
+    exchanged_once,
+    goes_together,
     name_handle,
     refusal,
 )
@@ -284,6 +286,60 @@ def test_reasons_need_no_processes() -> None:
         assert refusal(q, k, mask, False, two) is None
         assert refusal(q, k, mask, False, uneven) == HEAD_MASK
         assert refusal(q, k, mask, False, ring) == RING_MASK
+
+
+def test_three_tensors_alike_go_in_one_exchange_of_ulysses() -> None:
+    q, k, v = tensors()
+    assert goes_together(q, k, v, config(2))
+    assert not goes_together(q, k, v, config(1, 2))
+    assert not goes_together(q, k, v, config(2, 2))
+    assert not goes_together(q, k, v, config(2, anything=True))
+    assert not goes_together(q, k, v, config(3))  # heads: diffusers says why that is none
+    assert not goes_together(q[:, :32], k, v, config(2))
+    assert not goes_together(q, k, v[..., :8], config(2))
+    assert not goes_together(q, k.double(), v, config(2))
+
+
+def test_heads_go_out_and_tokens_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Two processes one after the other, on what each would send: the attention of all of it.
+    case = SERVED["bf16"]
+    whole = [case.q, case.k, case.v]
+    B, S, H, D = case.q.shape
+    shared = config(2)
+    shared.context_parallel_config._ulysses_mesh = SimpleNamespace(get_group=lambda: None)
+    sent: dict[tuple[int, int], Tensor] = {}
+    layer = PatchedLayer("site", "self", Policy(), Request("exact"), unusable)
+
+    def first_pass(mine: int) -> Any:
+        def to_each(tensor: Tensor, group: None) -> Tensor:
+            step = sum(key[0] == mine for key in sent)
+            sent[mine, step] = tensor
+            return tensor
+
+        return to_each
+
+    def exchange(mine: int, step: list[int]) -> Any:
+        def to_each(tensor: Tensor, group: None) -> Tensor:
+            sent[mine, step[0]] = tensor
+            parts = [sent[rank, step[0]][mine] for rank in (0, 1)]
+            step[0] += 1
+            return torch.stack(parts)
+
+        return to_each
+
+    def attend(mine: int, to_each: Any) -> Tensor:
+        monkeypatch.setattr(parallel, "_to_each", to_each)
+        q, k, v = (tensor.tensor_split(2, 1)[mine] for tensor in whole)
+        return exchanged_once(q, k, v, D**-0.5, layer.handle, shared)
+
+    for mine in (0, 1):
+        attend(mine, first_pass(mine))
+    # What goes back rests on what came: once more, now that both have sent.
+    for _ in range(2):
+        outs = [attend(mine, exchange(mine, [0])) for mine in (0, 1)]
+    expected = one_process(case)
+    assert error_of(torch.cat(outs, 1), expected) < 0.01
+    assert outs[0].shape == (B, S // 2, H, D)
 
 
 def test_a_backward_is_refused_in_a_sentence() -> None:
