@@ -178,3 +178,39 @@ def test_the_report_is_current(benchmarks: None, target: str) -> None:
             told = f"{subject.recipe}: {field}; run benchmarks/machine_code_report.py and _page.py"
             assert str(fresh[field]) == row[field], told
     assert seen >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "name", "scores", "values"),
+    [
+        ("sm_80", "sage1_t_f32", "IMMA.16832.S8.S8", "HMMA.16816.F32"),
+        ("sm_86", "sage1_b", "IMMA.16832.S8.S8", "HMMA.16816.F16"),
+        ("sm_86", "sage2_4_f16", "IMMA.16864.S4.S4", "HMMA.16816.F16"),
+        ("sm_89", "sage2pp_8", "IMMA.16832.S8.S8", "QMMA.16832.F16.E4M3.E4M3"),
+        ("sm_89", "sage2_4", "IMMA.16864.S4.S4", "QMMA.16832.F32.E4M3.E4M3"),
+        ("sm_89", "sage1_vb", "IMMA.16832.S8.S8", "IMMA.16832.S8.S8"),
+        ("sm_120a", "sage2pp_8_d4", "IMMA.16832.S8.S8", "QMMA.16832.F16.E4M3.E4M3"),
+    ],
+)
+def test_recipes_are_the_products_that_they_say(
+    code: Any, target: str, name: str, scores: str, values: str
+) -> None:
+    if why := missing(target):
+        pytest.skip(why)
+    pytest.importorskip("triton")
+    from sagepatch.backends.cuda_mma.tiles import Options, instance
+    from sagepatch.numerics.recipe import RECIPES
+
+    made = instance(RECIPES[name], 128, 128, target, Options())
+    cubin = compile_program(made.program).cubin
+    turn = code.main_loop(code.instructions(code.disassembled(cubin)))
+    assert {one.opcode for one in turn if one.mma_flops} == {scores, values}
+    found = code.mix(turn)
+    # Asynchronous copies, and matrices from shared memory; every exponential in hardware.
+    assert code.counted(found, "LDGSTS")
+    assert code.counted(found, "LDSM")
+    assert code.counted(found, "MUFU")
+    # Threads exchange the maximum alone, in two steps for each of their two rows of 16; P and V
+    # meet without.
+    assert code.counted(found, "SHFL") == 2 * 2 * made.tile.m_tiles
