@@ -103,10 +103,10 @@ def _failure_on(variant: Variant, index: int) -> str | None:
         return why
 
 
-def known_call(device: torch.device) -> Call:
+def known_call(device: torch.device, head_dim: int = SHAPE["head_dim"]) -> Call:
     """The call with the known answer: keys with a common offset, lengths off every tile."""
     gen = torch.Generator().manual_seed(20)
-    B, D = SHAPE["batch"], SHAPE["head_dim"]
+    B, D = SHAPE["batch"], head_dim
     q = torch.randn(B, SHAPE["q_heads"], SHAPE["q_len"], D, generator=gen)
     k = torch.randn(B, SHAPE["kv_heads"], SHAPE["kv_len"], D, generator=gen)
     v = torch.randn(B, SHAPE["kv_heads"], SHAPE["kv_len"], D, generator=gen)
@@ -118,13 +118,16 @@ def known_call(device: torch.device) -> Call:
 
 
 def known_calls(variant: Variant, device: torch.device) -> tuple[Call, ...]:
-    """The known call, and for a kernel that makes the codes of Q elsewhere without a log-sum-exp
-    the same one dense and without.
+    """The known call; for a kernel that makes the codes of Q elsewhere without a log-sum-exp the
+    same one dense and without; for one that works otherwise at the other usual head size, and runs
+    on GPUs where we have not run it, that one too.
     """
     call = known_call(device)
-    if variant.toolchain != "cuda":
-        return (call,)
-    return call, replace(call, return_lse=False, causal_offset=None)
+    if variant.toolchain == "cuda":
+        return call, replace(call, return_lse=False, causal_offset=None)
+    if variant.toolchain == "cuda_mma":
+        return call, known_call(device, 128)
+    return (call,)
 
 
 def verdict(variant: Variant, call: Call, out: Tensor, lse: Tensor | None) -> str | None:

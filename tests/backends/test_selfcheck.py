@@ -19,6 +19,7 @@ from sagepatch.spec import AttnSpec
 
 VARIANT = BY_NAME["triton.sage2_8"]
 GPU = "Pretend GPU"
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -68,6 +69,25 @@ def test_a_hopper_kernel_is_asked_both_ways_that_it_has(monkeypatch):
     assert "relative L1" in (selfcheck._check(hopper, 0) or "")
     assert asked == [(True, 71), (False, None)]
     assert selfcheck._check(VARIANT, 0) is None
+
+
+@pytest.mark.parametrize("recipe", ["sage2pp_8", "sage2_4"])
+def test_an_mma_kernel_is_asked_at_both_usual_head_sizes(monkeypatch, recipe):
+    ours = BY_NAME[f"cuda_mma.{recipe}"]
+    asked = []
+
+    def kernel(call, recipe):
+        asked.append(call.q.shape[3])
+        out, lse = emulate(call, recipe)
+        return out if call.q.shape[3] == 64 else out * 1.2, lse
+
+    monkeypatch.setattr(selfcheck, "load", lambda entry: kernel)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "full", lambda *args, **kwargs: None)
+    known = selfcheck.known_call
+    monkeypatch.setattr(selfcheck, "known_call", lambda device, *dim: known(CPU, *dim))
+    assert "relative L1" in (selfcheck._check(ours, 0) or "")
+    assert asked == [64, 128]
 
 
 @pytest.fixture
