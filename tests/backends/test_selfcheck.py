@@ -20,6 +20,7 @@ from sagepatch.spec import AttnSpec
 VARIANT = BY_NAME["triton.sage2_8"]
 GPU = "Pretend GPU"
 CPU = torch.device("cpu")
+HERE = {"device": CPU}
 
 
 @pytest.fixture
@@ -83,7 +84,8 @@ def test_an_mma_kernel_is_asked_at_both_usual_head_sizes(monkeypatch, recipe):
 
     monkeypatch.setattr(selfcheck, "load", lambda entry: kernel)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch, "full", lambda *args, **kwargs: None)
+    full = torch.full
+    monkeypatch.setattr(torch, "full", lambda *args, **kwargs: full(*args, **kwargs | HERE))
     known = selfcheck.known_call
     monkeypatch.setattr(selfcheck, "known_call", lambda device, *dim: known(CPU, *dim))
     assert "relative L1" in (selfcheck._check(ours, 0) or "")
