@@ -158,6 +158,15 @@ def test_a_plan_of_another_gpu_brings_none_to_hopper(monkeypatch):
     assert {variant.toolchain for variant in tried} == {"cuda", "triton"}
 
 
+@pytest.mark.parametrize("arch", [70, 75, 88, 100, 103, 110])
+def test_no_gpu_that_nothing_is_compiled_for_is_served(arch):
+    assert arch not in TARGETS
+    for variant in CUDA_MMA:
+        assert variant.rejects(spec(arch), by_full_name=True)
+        assert variant.archs is not None
+        assert variant.archs <= set(TARGETS)
+
+
 def test_records_say_which_gpus_multiply_so():
     archs = {name: v.archs for name, v in BY_NAME.items() if v.toolchain == "cuda_mma"}
     assert archs["cuda_mma.sage2pp_8"] == {89, 120, 121}
