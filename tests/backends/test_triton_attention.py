@@ -48,6 +48,23 @@ def test_odd_lengths(recipe, lengths):
     assert torch.equal(first, again)  # two runs agree to the bit
 
 
+# One key: no length may become a constant there (kernel.py says why).
+@pytest.mark.parametrize("dim", [24, 40, 64, 80, 128, 160] if ON_GPU else [24])
+@pytest.mark.parametrize("recipe", ALL if ON_GPU else FEW, ids=lambda r: r.name)
+def test_one_key(recipe, dim):
+    for q_len, options in ((1, {}), (3, {"causal_offset": 0}), (70, {"window": 1})):
+        if "window" in options:
+            options = {**options, "causal_offset": 3}
+        call = make((2, 2, 1, q_len, 1, dim), **options)
+        check(call, recipe)
+        first, _ = attention.run(call, recipe)
+        poison(call)
+        again, _ = attention.run(call, recipe)
+        assert torch.equal(first, again)
+    ends = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
+    check(make((1, 2, 1, 1, 1, dim), cu_seqlens_q=ends, cu_seqlens_kv=ends), recipe)
+
+
 # case 5: head sizes that are no powers of two
 @pytest.mark.parametrize(
     "dim", [8, 32, 40, 72, 80, 96, 112, 120, 160, 192, 256] if ON_GPU else [8, 72, 112, 160]

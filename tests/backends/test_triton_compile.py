@@ -102,3 +102,12 @@ def test_only_measured_architectures_count_as_tuned():
     assert {row.arch for row in TABLE} == {90}
     assert is_tuned(90)
     assert not is_tuned(80)
+
+
+@compiled
+def test_the_length_of_one_key_is_no_constant():
+    from sagepatch.backends.triton.kernel import attention, attention_of_one_key
+
+    assert [p.name for p in attention_of_one_key.params if p.do_not_specialize] == ["kv_len"]
+    assert not any(p.do_not_specialize for p in attention.params)
+    assert attention_of_one_key.fn is attention.fn

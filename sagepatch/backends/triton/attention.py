@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from sagepatch.backends.chain import Chain
 from sagepatch.backends.prepared import VALUES, Prepared, serve
 from sagepatch.backends.triton import exact as fallback
-from sagepatch.backends.triton.kernel import attention
+from sagepatch.backends.triton.kernel import attention, attention_of_one_key
 from sagepatch.backends.triton.launching import Recording, launch, links_of, tensors_of
 from sagepatch.backends.triton.masks import LiveTiles, live_tiles
 from sagepatch.backends.triton.prepass import INTERPRETED, Codes, prepare
@@ -182,7 +182,7 @@ def attend(
     keys, values = _descriptors(codes, recipe, tile) if tile.tma else (codes.k_i8, codes.v_codes)
     k_strides = call.k.stride() if recipe.smooth_q else (0, 0, 0, 0)
     launch(
-        attention,
+        attention if Skv > 1 else attention_of_one_key,
         B * Hq * m_blocks,
         (
             codes.q_i8,

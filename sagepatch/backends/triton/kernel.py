@@ -346,3 +346,9 @@ def attention(
         log2_sum = tl.math.log2(tl.where(empty, 1.0, l)) - P_LOG2
         lse = tl.where(empty, float("-inf"), (m + log2_sum) / LOG2E)
         tl.store(Lse + q_row, lse, mask=inside)
+
+
+# For one key. A length of 1 would be a constant, which folds the codes of P of all other keys into
+# one; there ptxas 12.8 and 12.9 pack E4M3 codes with a register that nothing wrote (head sizes that
+# the copy engine does not serve), and what it holds may be NaN.
+attention_of_one_key = triton.jit(attention.fn, do_not_specialize=["kv_len"])
