@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from types import TracebackType
@@ -11,10 +12,12 @@ import typer
 from typer.exceptions import Abort, TyperException
 
 from sagepatch.cli import bench, build, calibrate, explain, info, inspect, report, run
-from sagepatch.cli.console import LOG_VARIABLE, say, set_up_logging
+from sagepatch.cli.console import LOG_VARIABLE, CutOffError, say, set_up_logging
 from sagepatch.errors import SagepatchError
 
 INTERRUPTED = 130
+# Of a reader that had enough, as `head` has: 128 and the number of SIGPIPE, as of any other tool.
+CUT_OFF = 141
 
 app = typer.Typer(
     help="Quantised attention for diffusers pipelines and transformers models, with proof.",
@@ -51,6 +54,8 @@ def run_command(arguments: Sequence[str]) -> int:
     set_up_logging()
     try:
         code = app(list(arguments), prog_name="sagepatch", standalone_mode=False)
+    except CutOffError:
+        return _cut_off()
     except SagepatchError as error:
         return _fail(str(error), error.exit_code)
     except TyperException as error:
@@ -72,11 +77,18 @@ def _fail(sentence: str, code: int) -> int:
     return code
 
 
+def _cut_off() -> int:
+    """Nobody reads the results any more: no more are written, Python's last flush included."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+    return CUT_OFF
+
+
 def _unexpected(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """The last resort, for faults of our own; Python exits with 1 after it."""
-    import os
     import traceback
 
     if os.environ.get(LOG_VARIABLE):

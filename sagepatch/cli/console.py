@@ -19,11 +19,20 @@ LOG_VARIABLE = "SAGEPATCH_LOG"
 PIPED_WIDTH = 140
 
 
+class CutOffError(Exception):
+    """Nobody reads standard output any more."""
+
+
 def out() -> Console:
     """Results: standard output, wide enough for a table where it is no terminal."""
     from rich.console import Console
 
-    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+    class Results(Console):
+        def on_broken_pipe(self) -> None:
+            # rich would leave with the code of a fault.
+            raise CutOffError
+
+    return Results(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
 
 
 def err() -> Console:
@@ -59,7 +68,12 @@ def table(*columns: str) -> Table:
 
 def print_json(value: object) -> None:
     """One JSON document on standard output, nothing else with it."""
-    sys.stdout.write(json.dumps(value, indent=1) + "\n")
+    try:
+        sys.stdout.write(json.dumps(value, indent=1) + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        # typer would leave with the code of a fault.
+        raise CutOffError from error
 
 
 @contextmanager

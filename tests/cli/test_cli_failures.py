@@ -292,3 +292,24 @@ def test_a_fault_of_ours_is_a_sentence_too(level: str, traced: bool) -> None:
     assert done.returncode == 1
     assert "unexpected KeyError: 'left' (a fault of ours" in done.stderr.replace("\n", " ")
     assert ("Traceback" in done.stderr) is traced
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes break otherwise there")
+@pytest.mark.parametrize("arguments", [("info",), ("info", "--json")], ids=" ".join)
+def test_a_reader_that_had_enough_is_no_fault(arguments: tuple[str, ...]) -> None:
+    """As in `sagepatch info | head -1`: nothing on standard error, the code of a broken pipe."""
+    code = f"import sys; sys.argv[1:] = {list(arguments)}\nfrom sagepatch.cli import main; main()"
+    reading, writing = os.pipe()
+    os.close(reading)  # nobody reads at all
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
