@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import runpy
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from models import saved, transformers_models
-from models.diffusers_pipelines import tiny_sdxl_pipeline
+from models.diffusers_pipelines import tiny_flux_pipeline, tiny_sdxl_pipeline
+
+import sagepatch
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -73,3 +77,40 @@ def test_share_plan(tmp_path: Path, monkeypatch, capsys) -> None:
     out = capsys.readouterr().out
     assert "threshold 0.998" in out
     assert (tmp_path / "plan.json").exists()
+
+
+def test_serve(monkeypatch) -> None:
+    pytest.importorskip("fastapi")
+    from fastapi.testclient import TestClient
+
+    serve = runpy.run_path(str(EXAMPLES / "serve.py"))
+    pipe = tiny_flux_pipeline()
+    patch = sagepatch.apply(pipe, variant="sage1_b", emulate=True)
+    client = TestClient(serve["app_of"](pipe, patch, 16))
+
+    def draw(seed: int) -> bytes:
+        asked = {"prompt": "a cat", "steps": 2 + seed % 2, "seed": seed}
+        answer = client.post("/draw", params=asked)
+        assert answer.status_code == 200
+        assert answer.headers["content-type"] == "image/png"
+        return answer.content
+
+    one_by_one = [draw(seed) for seed in range(8)]
+    assert len(set(one_by_one)) == 8
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(draw, range(8))) == one_by_one
+    assert pipe.scheduler.timesteps.numel() != 2  # nobody's request moved the shared one
+    report = client.get("/report").json()
+    assert {layer["variant"] for layer in report["layers"]} == {"emulated.sage1_b"}
+    assert client.post("/draw", params={"prompt": "a", "steps": 0}).status_code == 422
+    patch.restore()
+
+
+def test_serve_loads_patches_and_listens(tmp_path: Path, monkeypatch) -> None:
+    uvicorn = pytest.importorskip("uvicorn")
+    served: dict[str, Any] = {}
+    monkeypatch.setattr(uvicorn, "run", lambda app, port: served.update(app=app, port=port))
+    model = saved.save_tiny_flux(tmp_path / "flux")
+    run("serve.py", "--model", str(model), "--port", "8001", monkeypatch=monkeypatch)
+    assert served["port"] == 8001
+    assert {"/draw", "/report"} <= {route.path for route in served["app"].routes}

@@ -33,7 +33,7 @@ from sagepatch.errors import InvalidArgument
 from sagepatch.plan import Plan
 from sagepatch.plan_cache import keep_plan
 from sagepatch.report.model import Report
-from sagepatch.report.pictures import Comparison
+from sagepatch.report.pictures import Comparison, flat_among
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +246,10 @@ def show(outcome: Outcome, target: Path | None) -> None:
     pictures = outcome.report.pictures
     for fault in () if pictures is None else pictures.faults():
         say(f"Look at it: {fault}, and the exact one is not.", style="red")
+    if len(outcome.runs) == 1:
+        frames = outcome.runs[0].frames
+        for fault in flat_among(frames, len(frames)):
+            say(f"Look at it: {fault}. --compare draws it with exact attention, too.", style="red")
     times = ", ".join(f"{run_.seconds:.1f} s" for run_ in outcome.runs)
     say(f"Took {times}.")
     if target is not None:

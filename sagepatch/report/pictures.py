@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,14 +75,8 @@ class Comparison:
         """What is visibly wrong with quantised pictures whose exact counterparts are sound: black,
         or of one colour.
         """
-        found: dict[str, int] = {}
-        for a, b in zip(self.exact, self.quantised, strict=True):
-            fault = flat_picture(b)
-            if fault is not None and flat_picture(a) is None:
-                found[fault] = found.get(fault, 0) + 1
-        if self.count == 1:
-            return tuple(f"the picture is {fault}" for fault in found)
-        return tuple(f"{n} of {self.count} pictures are {fault}" for fault, n in found.items())
+        pairs = zip(self.exact, self.quantised, strict=True)
+        return flat_among([b for a, b in pairs if flat_picture(a) is None], self.count)
 
     def scores(self) -> dict[str, float | None]:
         """The scores for JSON; an infinite PSNR is null."""
@@ -152,6 +147,14 @@ def ssim(a: Frame, b: Frame) -> float:
     luminance = (2 * mean_x * mean_y + _C1) / (mean_x**2 + mean_y**2 + _C1)
     structure = (2 * both + _C2) / (var_x + var_y + _C2)
     return float((luminance * structure).mean())
+
+
+def flat_among(pictures: Sequence[Frame], count: int) -> tuple[str, ...]:
+    """A sentence for each kind of picture without content among `pictures`, `count` in all."""
+    found = Counter(fault for fault in map(flat_picture, pictures) if fault is not None)
+    if count == 1:
+        return tuple(f"the picture is {fault}" for fault in found)
+    return tuple(f"{n} of {count} pictures are {fault}" for fault, n in found.items())
 
 
 def flat_picture(picture: Frame) -> str | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,6 +47,30 @@ class TestFlux:
         both, one = (np.asarray(Image.open(name)) for name in ("both.png", "one.png"))
         assert np.array_equal(both[:, :16], one)
         assert not np.array_equal(both[:, 24:], one)
+
+    @pytest.mark.parametrize("compare", [(), ("--compare",)], ids=["alone", "compared"])
+    def test_a_black_picture_is_noticed(
+        self, compare: tuple[str, ...], sage: Sage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # case 26
+        from sagepatch.cli import run
+
+        drawn = run.generate
+
+        def blackened(*args: Any) -> Any:
+            made = drawn(*args)
+            runs.append(made)
+            black = tuple(np.zeros_like(frame) for frame in made.frames)
+            return made if len(runs) <= len(compare) else replace(made, frames=black)
+
+        runs: list[Any] = []
+        monkeypatch.setattr(run, "generate", blackened)
+        ended = sage(*FLUX, "--variant", "exact", *compare)
+        assert ended.code == 0, ended.err
+        assert "Look at it: the picture is black" in ended.err
+
+    def test_a_sound_picture_is_not(self, sage: Sage) -> None:
+        assert "Look at it" not in sage(*FLUX, "--variant", "exact").err
 
     def test_seeds_decide_the_picture(self, sage: Sage) -> None:
         for name, seed in (("a", 1), ("b", 1), ("c", 2)):
