@@ -71,6 +71,7 @@ class AttnSpec(_Hashed):
     packed: bool = False
     lse: bool = False
     gpu: str | None = None
+    k_dtype: str | None = None  # None: that of q
 
     def __hash__(self) -> int:
         try:
@@ -178,7 +179,8 @@ class Call:
         """
         q, k, v, mask = self.q, self.k, self.v, self.attn_mask
         key = (
-            *(q.shape, k.shape, v.shape, q.dtype, v.dtype, q.device, k.device, v.device),
+            *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype),
+            *(q.device, k.device, v.device),
             None if mask is None else (mask.shape, mask.dtype),
             *(self.causal_offset, self.window, self.softcap is None, self.sinks is None),
             *(self.cu_seqlens_q is None, self.return_lse),
@@ -214,6 +216,7 @@ class Call:
             packed=self.packed,
             lse=self.return_lse,
             gpu=gpu_of(device),
+            k_dtype=None if k.dtype == q.dtype else DTYPE_NAMES.get(k.dtype, str(k.dtype)),
         )
 
 

@@ -47,6 +47,7 @@ class Variant:
     ]  # smallest and largest served, padded inside where the kernel needs it
     dtypes: frozenset[str]
     tolerance: Tolerance
+    k_dtypes: frozenset[str] = frozenset({"fp16", "bf16", "fp32"})  # where k differs from q
     masks: frozenset[MaskKind] = ALL_MASKS
     causal: bool = True
     window: bool = True
@@ -102,6 +103,10 @@ class Variant:
             (
                 spec.v_dtype not in self.dtypes,
                 f"dtype of v is {spec.v_dtype}, needs {_either(self.dtypes)}",
+            ),
+            (
+                spec.k_dtype is not None and spec.k_dtype not in self.k_dtypes,
+                f"dtype of k is {spec.k_dtype}, needs {_either(self.k_dtypes)}",
             ),
             (
                 not low <= spec.head_dim <= high,

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from sagepatch.backends.catalogue import BY_NAME, SDPA
 from sagepatch.dispatch import Request, candidates, select
 from sagepatch.errors import VariantRefused
 from sagepatch.numerics.recipe import RECIPES
-from sagepatch.spec import AttnSpec, MaskKind
+from sagepatch.spec import AttnSpec, Call, MaskKind
 from sagepatch.variant import Tolerance, Variant
 
 CPU = AttnSpec(1, 8, 8, 8192, 8192, 64, 64, "bf16", "bf16", "cpu")
@@ -113,3 +114,21 @@ def test_a_withheld_kernel_needs_its_full_name() -> None:
 def test_no_kernel_that_has_not_passed_on_a_gpu_is_offered() -> None:
     for variant in BY_NAME.values():
         assert variant.devices != frozenset({"cuda"}) or variant.ran_on or variant.withheld
+
+
+@pytest.mark.parametrize("k_dtype", ["fp32", "fp64"])
+def test_keys_of_another_dtype_are_quantised_or_the_call_is_exact(k_dtype: str) -> None:
+    # Before, a kernel was chosen for keys in FP64 that it then refused.
+    spec = replace(CPU, device="cuda", arch=90, dtype="fp16", v_dtype="fp16", k_dtype=k_dtype)
+    chosen = select(spec, Request(), lambda variant: None).variant
+    assert (chosen is SDPA) is (k_dtype == "fp64")
+    if k_dtype == "fp64":
+        with pytest.raises(VariantRefused, match="dtype of k is fp64"):
+            select(spec, Request("sage2_8"), lambda variant: None)
+
+
+def test_a_description_tells_the_dtype_of_keys_apart() -> None:
+    q = torch.zeros(1, 2, 8, 16, dtype=torch.float16)
+    same, other = (Call(q, k, q, 1.0).spec() for k in (q, q.double()))
+    assert (same.k_dtype, other.k_dtype) == (None, "fp64")
+    assert same != other

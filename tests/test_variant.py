@@ -42,6 +42,7 @@ NARROW = Variant(
         ({"arch": 86}, "GPU is sm_86, needs sm_90"),
         ({"arch": None}, "GPU is sm_None, needs sm_90"),
         ({"dtype": "fp32"}, "dtype is fp32, needs bf16 or fp16"),
+        ({"k_dtype": "fp64"}, "dtype of k is fp64, needs bf16 or fp16 or fp32"),
         ({"v_dtype": "fp64"}, "dtype of v is fp64, needs bf16 or fp16"),
         ({"head_dim": 8, "v_head_dim": 8}, "head_dim is 8, needs 16 to 128"),
         ({"head_dim": 256, "v_head_dim": 256}, "head_dim is 256, needs 16 to 128"),
@@ -77,6 +78,7 @@ def test_exact_attention_refuses_nothing() -> None:
     odd = replace(
         *(SPEC,),
         dtype="fp64",
+        k_dtype="fp32",
         device="cpu",
         head_dim=520,
         v_head_dim=1,

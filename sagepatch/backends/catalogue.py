@@ -19,6 +19,7 @@ SDPA = Variant(
     archs=None,
     head_dims=(1, 65536),
     dtypes=_FLOATS,
+    k_dtypes=_FLOATS,
     tolerance=Tolerance(cosine=1.0, rel_l1=0.0),
 )
 
@@ -31,6 +32,8 @@ EMULATED = tuple(
         archs=None,
         head_dims=(1, 512),
         dtypes=_FLOATS,
+        k_dtypes=_FLOATS,
+        k_dtypes=_FLOATS,
         tolerance=Tolerance(cosine=1.0, rel_l1=0.0),
     )
     for recipe in RECIPES.values()
