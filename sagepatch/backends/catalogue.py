@@ -33,7 +33,6 @@ EMULATED = tuple(
         head_dims=(1, 512),
         dtypes=_FLOATS,
         k_dtypes=_FLOATS,
-        k_dtypes=_FLOATS,
         tolerance=Tolerance(cosine=1.0, rel_l1=0.0),
     )
     for recipe in RECIPES.values()
