@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from end_to_end_watch import Instant, Watch, settled
 from torch import Tensor, nn
 from true_models import Case, Inputs
 
@@ -27,8 +28,6 @@ from sagepatch.backends import load
 from sagepatch.backends.catalogue import SDPA
 from sagepatch.calibration.measure import cuda_time_us
 from sagepatch.calibration.reuse import stale
-from sagepatch.layer import PatchedLayer
-from sagepatch.ops import run_layer
 from sagepatch.patch import Patch
 from sagepatch.plan import Plan
 from sagepatch.spec import AttnSpec, Call
@@ -39,23 +38,6 @@ MOST_ERROR = 0.3
 UNPATCHED, SAFE = "unpatched", "safe"
 # Watched twice.
 SHORT_SECONDS = 1.0
-
-
-class Instant:
-    """A moment of the device: on a GPU an event, recorded without waiting for it."""
-
-    def __init__(self, device: str) -> None:
-        self.event = torch.cuda.Event(enable_timing=True) if device == "cuda" else None
-        if self.event is not None:
-            self.event.record()
-        self.at = time.perf_counter()
-
-    def ms_since(self, earlier: Instant) -> float:
-        """Milliseconds between two moments; waits for this one."""
-        if self.event is None or earlier.event is None:
-            return 1e3 * (self.at - earlier.at)
-        self.event.synchronize()
-        return float(earlier.event.elapsed_time(self.event))
 
 
 @torch.no_grad()
@@ -69,46 +51,6 @@ def error(out: Tensor, reference: Tensor) -> float:
     """Relative error, root mean square; NaN where either is not finite."""
     difference, norm = (out.float() - reference.float()).norm(), reference.float().norm()
     return float(difference / norm)
-
-
-@dataclass
-class Watch:
-    """Observes one forward: times every layer's call in place, and keeps one call of each kind, on
-    which kernels are timed alone afterwards.
-    """
-
-    device: str
-    kinds: dict[AttnSpec, Call] = field(default_factory=dict)
-    counts: Counter[tuple[AttnSpec, Variant]] = field(default_factory=Counter)
-    spans: list[tuple[Instant, Instant]] = field(default_factory=list)
-
-    def observe(self, layer: PatchedLayer, call: Call) -> tuple[Tensor, Tensor | None]:
-        spec = call.spec()
-        self.kinds.setdefault(spec, call)
-        self.counts[spec, layer.choose(spec)[0]] += 1
-        layer.observer = None
-        try:
-            start = Instant(self.device)
-            found = run_layer(layer, call)
-            self.spans.append((start, Instant(self.device)))
-        finally:
-            layer.observer = self.observe
-        return found
-
-    def over(self, patch: Patch, run: Callable[[], Tensor]) -> Tensor:
-        """The output of `run`, a forward of the patched model."""
-        for layer in patch.layers:
-            layer.observer = self.observe
-        try:
-            return run()
-        finally:
-            for layer in patch.layers:
-                layer.observer = None
-
-    @property
-    def in_place_ms(self) -> float:
-        """All attention calls of the forward, as they ran in it."""
-        return sum(end.ms_since(start) for start, end in self.spans)
 
 
 @dataclass
@@ -178,9 +120,13 @@ class Bench:
         exact = self.applied(variant="exact")
         patches = {planned: self.applied(plan=plan), SAFE: self.applied(variant=SAFE)}
         reference = run()
-        ways = [Way(UNPATCHED, None, self.looked(exact, run)[1])]
+        settled(self.device)
+        began = time.perf_counter()
+        ways = [Way(UNPATCHED, None, self.looked(exact, run, False)[1])]
+        settled(self.device)
+        again = time.perf_counter() - began < SHORT_SECONDS
         for name, patch in patches.items():
-            out, watch = self.looked(patch, run)
+            out, watch = self.looked(patch, run, again)
             ways.append(Way(name, patch, watch, error(out, reference)))
         del reference
         # What stands now stays: collecting garbage between forwards would look through all of it.
@@ -230,17 +176,13 @@ class Bench:
         patch.restore()
         return patch
 
-    def looked(self, patch: Patch, run: Callable[[], Tensor]) -> tuple[Tensor, Watch]:
-        """One forward, watched, after which nothing has to be made ready for this patch. Where it
-        is short, a second one is: in the first each layer makes its guard.
+    def looked(self, patch: Patch, run: Callable[[], Tensor], again: bool) -> tuple[Tensor, Watch]:
+        """One forward, watched, after which nothing has to be made ready for this patch; with
+        `again` the second one of two, as in the first each layer makes its guard.
         """
         patch.install()
         try:
-            began = time.perf_counter()
-            watch = Watch(self.device)
-            out = watch.over(patch, run)
-            settled(self.device)
-            if time.perf_counter() - began < SHORT_SECONDS:
+            for _ in range(1 + again):
                 watch = Watch(self.device)
                 out = watch.over(patch, run)
         finally:
@@ -368,11 +310,6 @@ def built(case: Case, full: bool, device: str) -> nn.Module:
             return case.build(full).eval().requires_grad_(False)
     finally:
         torch.set_default_dtype(before)
-
-
-def settled(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def freed(device: str) -> None:

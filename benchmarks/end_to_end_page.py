@@ -147,15 +147,16 @@ def _time(found: list[Measured]) -> str:
     for one in found:
         for mode, part in one.parts.items():
             total = float(one.rows[mode]["ms_median"])
-            attention = float(part["attention_ms"])
+            alone = float(part["attention_alone_ms"])
+            attention = one.attention_ms(mode) if mode == UNPATCHED else None
             lines.append(
                 (
                     f"`{one.name}`" + one.compiled * ", compiled",
                     mode,
                     f"{total:.0f}",
-                    f"{attention:.0f}",
-                    f"{float(part['attention_alone_ms']):.0f}",
-                    f"{total - attention:.0f}",
+                    "-" if attention is None else f"{attention:.0f}",
+                    f"{alone:.0f}",
+                    f"{total - alone:.0f}",
                     f"{float(part['host_ms']):.0f}",
                     part["calibration_s"] or "-",
                     part["rel_error"],
@@ -169,13 +170,13 @@ def _time(found: list[Measured]) -> str:
     return f"""
 ## Where the time goes
 
-Attention in place: the sum over layers, each between two events in a forward of its own (a layer's
-quantising and guard with it; in the rows of 01f1ac7 also what its first call makes, about 0.2 ms a
-layer). Short calls wait for the host there. Attention alone: each kind of call repeated by itself
-afterwards; between matrix products the chip's clocks are lower. Host busy: when the last launch had
-been handed over; near the forward's whole time it may be the host that the GPU
-waits for, or a full queue that the host waits for. Error: of the whole output against unpatched,
-root mean square, relative; random weights exaggerate it, a language model's most.
+Attention in place: the sum over layers, each between two events in an unpatched forward of its own.
+Attention alone: each kind of call repeated by itself afterwards, of patched forwards too. The rest:
+the forward without attention alone; where it shrinks with a patch the whole chip runs faster, where
+it grows the guard, the host or the clocks take it. Host busy: when the last launch had been handed
+over; near the forward's whole time it may be the host that the GPU waits for, or a full queue that
+the host waits for. Error: of the whole output against unpatched, root mean square, relative; random
+weights exaggerate it, a language model's most.
 
 {markdown(head, lines)}
 """

@@ -27,13 +27,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import Empty, Queue
 from typing import IO, Any
 
 import end_to_end_warm
 import torch
+from true_models import Case
 
 from sagepatch.env import VERSION, nvidia_driver
 
@@ -127,7 +128,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=900, help="end after so many")
     parser.add_argument("--set-up", type=float, default=120, help="seconds that this may take")
     parser.add_argument(
-        "--only", nargs="*", default=[], help="cases in this order, by name or its beginning"
+        *("--only",),
+        nargs="*",
+        default=[],
+        help="cases in this order, by name or its beginning; `name:compile` compiles these alone",
     )
     parser.add_argument("--compile", action="store_true", help="each block by torch.compile")
     parser.add_argument("--full-depth", action="store_true")
@@ -161,36 +165,47 @@ def main() -> None:
             told = f"[{time.monotonic() - began:5.1f}] " + " ".join(map(str, row.values()))
         print(told, flush=True)
 
-    every = importlib.import_module(args.cases).CASES
-    asked = args.only or [""]
-    picked = {case.name: case for name in asked for case in every if case.name.startswith(name)}
-    cases = list(picked.values())
+    asked = picked(importlib.import_module(args.cases).CASES, args.only, args.compile)
     options = ["--cases", args.cases, "--device", args.device]
-    options += ["--compile"] if args.compile else []
     options += ["--full-depth"] if args.full_depth else []
     options += ["--plans", args.plans] if args.plans else []
-    models: dict[Any, list[str]] = {}
-    for case in cases:
-        models.setdefault(case.build, []).append(case.name)
-    children = {build: Child(names, options, heard) for build, names in models.items()}
+    names: dict[tuple[Any, bool], list[str]] = {}
+    for case, compiled in asked:
+        names.setdefault((case.build, compiled), []).append(case.name)
+    children = {
+        key: Child(some, options + ["--compile"] * key[1], heard) for key, some in names.items()
+    }
     if on_gpu:
         processes = min(20, (os.cpu_count() or 1) // 2 + 4)
-        for line in end_to_end_warm.compile_all(cases, processes):
+        for line in end_to_end_warm.compile_all((case for case, _ in asked), processes):
             heard(line)
     ready = {}
-    for build, child in children.items():
-        ready[build] = child.waits(args.set_up - (time.monotonic() - began))
-        if not ready[build]:
+    for key, child in children.items():
+        ready[key] = child.waits(args.set_up - (time.monotonic() - began))
+        if not ready[key]:
             heard(f"{child.name}: did not get ready, left out")
-    for case in cases:
-        left = args.seconds - (time.monotonic() - began)
-        if not ready[case.build] or left < case.seconds:
+    for case, compiled in asked:
+        key, left = (case.build, compiled), args.seconds - (time.monotonic() - began)
+        if not ready[key] or left < case.seconds:
             heard(f"{case.name}: left out, {left:.0f} s are left of {args.seconds:g}")
             continue
-        heard(f"{case.name} begins")
-        ready[case.build] = children[case.build].time(case.name, left)
+        heard(f"{case.name}{' compiled' * compiled} begins")
+        ready[key] = children[key].time(case.name, left)
     for child in children.values():
         child.end()
+
+
+def picked(cases: Sequence[Case], wanted: Sequence[str], compiled: bool) -> list[tuple[Case, bool]]:
+    """The cases whose names begin as wanted, in that order, each with whether it is compiled."""
+    found: dict[tuple[str, bool], tuple[Case, bool]] = {}
+    for word in wanted or [""]:
+        start, _, how = word.partition(":")
+        if how not in ("", "compile"):
+            raise SystemExit(f"{word}: after the colon stands 'compile' or nothing")
+        for case in cases:
+            if case.name.startswith(start):
+                found[case.name, compiled or how != ""] = case, compiled or how != ""
+    return list(found.values())
 
 
 if __name__ == "__main__":

@@ -15,9 +15,10 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.append(str(BENCHMARKS))
-import end_to_end_bench  # noqa: E402
+import end_to_end_watch  # noqa: E402
 from end_to_end_bench import UNPATCHED, Bench, built, error  # noqa: E402
 from end_to_end_warm import KERNELS, jobs  # noqa: E402
+from h200_end_to_end import picked  # noqa: E402
 from models import thumbnails  # noqa: E402
 from torch import Tensor  # noqa: E402
 from true_models import CASES, Shape  # noqa: E402
@@ -80,7 +81,7 @@ def test_a_wrong_output_has_no_time(
         out, lse = run_layer(layer, call)
         return (out * float("nan") if layer.request.variant == "safe" else out), lse
 
-    monkeypatch.setattr(end_to_end_bench, "run_layer", off)
+    monkeypatch.setattr(end_to_end_watch, "run_layer", off)
     run.run(BY_CASE["flux"])
     assert [row["mode"] for kind, row in told if kind == "row"] == [UNPATCHED, "calibrated"]
     assert "off by nan" in capsys.readouterr().out
@@ -120,6 +121,21 @@ def test_jobs_hold_every_kernel_on_every_kind_of_call() -> None:
     assert ("cuda.sage2_8", Shape(1, 40, 75600, 75600, 128)) in [
         (name, shape) for name, some in found for shape in some
     ]
+
+
+def test_cases_are_picked_in_order_each_once_and_compiled_where_the_name_says_so() -> None:
+    def names(wanted: list[str], compiled: bool = False) -> list[tuple[str, bool]]:
+        return [(case.name, how) for case, how in picked(CASES, wanted, compiled)]
+
+    wan = ["wan_14b_480p_81f", "wan_14b_720p_81f"]
+    assert names(["wan", "sdxl:compile", "wan_14b_480p", "sdxl"]) == [
+        *((name, False) for name in wan),
+        *(("sdxl_1024", True), ("sdxl_1024", False)),
+    ]
+    assert names(["wan"], compiled=True) == [(name, True) for name in wan]
+    assert len(names([])) == len(CASES)
+    with pytest.raises(SystemExit, match="after the colon"):
+        names(["wan:fast"])
 
 
 @pytest.mark.slow
