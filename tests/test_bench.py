@@ -103,6 +103,31 @@ def test_the_first_kernels_are_timed_however_long_compiling_took() -> None:
     assert {row.fault for row in ours if row.variant not in timed} == {check.NO_TIME}
 
 
+def test_known_answers_come_turn_by_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+
+    def answered(variants: Any, *rest: Any) -> Any:
+        order.append(("answers", {variant.recipe.name for variant in variants}))
+        return (tuple(check.Check(v.name, v.tier, "passed") for v in variants), None)
+
+    def measured(shape: Shape, device: Any, dtype: Any, variants: Any, *rest: Any) -> Any:
+        order.append((shape.name, {variant.recipe.name for variant in variants}))
+        return measure.Measured(shape, (measure.Row(shape.name, "sdpa.exact", "fp32"),))
+
+    monkeypatch.setattr(collect, "_checks", answered)
+    monkeypatch.setattr(collect, "measure", measured)
+    steps: list[tuple[int, int]] = []
+    results = collect.collect(
+        [SHAPE], CPU, torch.float32, step=lambda done, of: steps.append((done, of))
+    )
+    assert [what for what, _ in order] == ["answers", "tiny", "answers", "tiny"]
+    assert order[0][1] == order[1][1]
+    assert [check.kernel for check in results.checks] == [v.name for v in measure.kernels(CPU)]
+    assert steps == [(0, 4), (1, 4), (2, 4), (3, 4)]
+    alone = collect.collect([SHAPE], CPU, torch.float32, ["triton.sage1_b"])
+    assert [row.variant for row in alone.rows] == ["sdpa.exact"]
+
+
 def test_the_most_telling_kernels_are_measured_on_every_shape_before_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -237,6 +262,8 @@ def test_a_device_lost_in_the_checks_is_said_of_every_kernel_and_shape(
     assert [one.state for one in checks] == ["passed", "left out", "refused"]
     assert "illegal" in (why or "")
     assert "device is cpu" in (checks[2].why or "")
+    more, still = collect._checks(variants[:1], torch.device("meta"), (), Budget(ENOUGH), why)
+    assert (more[0].state, more[0].why, still) == ("left out", why, why)
 
 
 def test_withheld_kernels_are_tried_by_their_full_name_only() -> None:

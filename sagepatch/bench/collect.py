@@ -15,7 +15,7 @@ from sagepatch.bench.shapes import SMALL, STANDARD, Shape
 from sagepatch.variant import Variant
 
 SECONDS = 120.0
-# Of the whole, what the known answers may take.
+# Of what is left, what the known answers may take.
 ANSWERING = 0.4
 LOST = "left out: the GPU gave up ({})"
 
@@ -65,20 +65,23 @@ def collect(
         clock = EventClock(device)
     variants = kernels(device, recipes)
     main = [variant for variant in variants if recipes or variant.recipe.name in FIRST]
-    turns = [main, [variant for variant in variants if variant not in main]]
-    steps = 1 + len(shapes) * sum(bool(turn) for turn in turns)
-    if step is not None:
-        step(0, steps)
-    checks, lost = _checks(variants, device, recipes, budget.share(ANSWERING))
-    wrong = {check.kernel for check in checks if check.state in ("failed", "refused")}
+    others = [variant for variant in variants if variant not in main]
+    turns = [main, others] if others else [main]
+    steps = len(turns) * (1 + len(shapes))
+    checks: list[Check] = []
     measured: list[Measured] = []
-    done = 0
-    for turn in filter(None, turns):
+    lost: str | None = None
+    for number, turn in enumerate(turns):
+        done = number * (1 + len(shapes))
+        if step is not None:
+            step(done, steps)
+        found_here, lost = _checks(turn, device, recipes, budget.share(ANSWERING), lost)
+        checks += found_here
+        wrong = {check.kernel for check in checks if check.state in ("failed", "refused")}
         good = [variant for variant in turn if variant.name not in wrong]
         for place, shape in enumerate(shapes):
-            done += 1
             if step is not None:
-                step(done, steps)
+                step(done + 1 + place, steps)
             why = lost or (NO_TIME if budget.left <= 0 else None)
             found = None
             if why is None:
@@ -89,25 +92,29 @@ def collect(
                     why = "left out: out of GPU memory"
                 except RuntimeError as error:
                     why = lost = LOST.format(said(error))
-            if turn is turns[0]:
+            if number == 0:
                 measured.append(Measured(shape, left_out=why) if found is None else found)
             elif measured[place].left_out is None:
                 name = measured[place].rows[0].dtype
                 rows = [Row(shape.name, v.name, name, fault=why) for v in good]
                 measured[place] = measured[place].and_also(rows if found is None else found.rows)
     name = str(dtype).removeprefix("torch.")
-    return Results(checks, tuple(measured), name, budget.spent, seconds)
+    return Results(tuple(checks), tuple(measured), name, budget.spent, seconds)
 
 
 def _checks(
-    variants: Sequence[Variant], device: torch.device, recipes: Sequence[str], budget: Budget
+    variants: Sequence[Variant],
+    device: torch.device,
+    recipes: Sequence[str],
+    budget: Budget,
+    lost: str | None = None,
 ) -> tuple[tuple[Check, ...], str | None]:
     """The known answer of every kernel that may be tried here, the others by their reasons; and why
-    nothing can be measured any more, None where it can.
+    nothing can be measured any more, None where it can. `lost` says that before.
     """
     if device.type == "cpu":
         # Emulators are what kernels are checked against.
-        return (), None
+        return (), lost
     spec = known_call(device).spec()
     found: dict[str, Check] = {}
     tried = []
@@ -116,9 +123,8 @@ def _checks(
             found[variant.name] = Check(variant.name, variant.tier, "refused", "; ".join(reasons))
         else:
             tried.append(variant)
-    lost = None
     try:
-        for check in known_answers(tried, device, budget):
+        for check in () if lost is not None else known_answers(tried, device, budget):
             found[check.kernel] = check
     except RuntimeError as error:
         lost = LOST.format(said(error))

@@ -116,7 +116,8 @@ def test_query_heads_share_key_heads_in_blocks(name, kv_heads):
     heads = torch.arange(1, kv_heads + 1, device=DEVICE, dtype=torch.float16).view(1, -1, 1, 1)
     out, _ = run(replace(call, v=heads.expand_as(call.v)), RECIPES[name])
     expected = heads.repeat_interleave(8 // kv_heads, 1).expand_as(out)
-    torch.testing.assert_close(out, expected, rtol=0.02, atol=0)
+    # Codes of P weigh up to 2.2 % less than their sum (INT8); heads are 12 % apart.
+    torch.testing.assert_close(out, expected, rtol=0.03, atol=0)
 
 
 def offsets(lengths: list[int]) -> torch.Tensor:
