@@ -183,15 +183,18 @@ def attention(
     if layout == "BSHD":
         out = out.transpose(1, 2)
     if not batched:
-        out, lse = out.squeeze(0), lse.squeeze(0) if return_lse else lse
-    return (out, lse) if return_lse else out
+        out = out.squeeze(0)
+    if not return_lse:
+        return out
+    assert lse is not None
+    return out, lse if batched else lse.squeeze(0)
 
 
 def run(
     call: Call, *, handle: Tensor | None = None, variant: str = "auto"
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Send a checked call through the op, or through differentiable exact attention where gradients
-    are needed.
+    are needed. Where no log-sum-exp is asked for, it is None or, from the op, empty.
     """
     call = autocast(call)
     if needs_grad(call):
@@ -200,8 +203,7 @@ def run(
                 f"variant {variant!r} has no backward and no tangent; "
                 "call it under torch.no_grad() or pass variant='exact'"
             )
-        out, lse = run_sdpa(call, EXACT)
-        return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
+        return run_sdpa(call, EXACT)
     if not watched(call):
         return serve(call, handle, variant)
     result: tuple[Tensor, Tensor] = torch.ops.sagepatch.attention(

@@ -66,7 +66,8 @@ def _attention(
         bshd_out,
         return_lse,
     )
-    return serve(call, handle, variant)
+    out, lse = serve(call, handle, variant)
+    return out, q.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
 def _attention_fake(
@@ -95,9 +96,9 @@ _LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
 torch.library.register_fake("sagepatch::attention", _attention_fake, lib=_LIBRARY)
 
 
-def serve(call: Call, handle: Tensor | None, variant: str) -> tuple[Tensor, Tensor]:
+def serve(call: Call, handle: Tensor | None, variant: str) -> tuple[Tensor, Tensor | None]:
     """What the op does: run the call as the layer with this handle would, or by `variant` without
-    one. Output, and the log-sum-exp or an empty tensor.
+    one. Output, and the log-sum-exp where one is asked for.
     """
     cu_q, cu_kv, sinks = call.cu_seqlens_q, call.cu_seqlens_kv, call.sinks
     if sinks is not None or cu_q is not None:
@@ -108,12 +109,10 @@ def serve(call: Call, handle: Tensor | None, variant: str) -> tuple[Tensor, Tens
     if cu_q is not None and cu_kv is not None:
         check_rising("cu_seqlens_q", cu_q, call.q.shape[2])
         check_rising("cu_seqlens_kv", cu_kv, call.k.shape[2])
-    if handle is not None:
-        layer = find_layer(handle)
-        out, lse = run_exact(call) if layer is None else run_layer(layer, call)
-    else:
-        out, lse = run_variant(chosen_for(call.spec(), variant), call)
-    return out, call.q.new_empty(0, dtype=torch.float32) if lse is None else lse
+    if handle is None:
+        return run_variant(chosen_for(call.spec(), variant), call)
+    layer = find_layer(handle)
+    return run_exact(call) if layer is None else run_layer(layer, call)
 
 
 def watched(call: Call) -> bool:

@@ -192,7 +192,10 @@ def _attend(
     assert not isinstance(call, str), call
     out, lse = run(replace(call, return_lse=return_lse), handle=handle)
     out = out.transpose(1, 2)
-    return (out, lse.transpose(1, 2)) if return_lse else out
+    if not return_lse:
+        return out
+    assert lse is not None
+    return out, lse.transpose(1, 2)
 
 
 def _of_own_heads(attn_mask: Tensor, heads: int, parallel_config: Any) -> Tensor:
