@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from sagepatch.calibration.choose import check_bound
 from sagepatch.calibration.merge import check_alike, merged
 from sagepatch.calibration.pace import Pace
 from sagepatch.calibration.table import Calibration
@@ -76,7 +77,8 @@ def apply(
     """
     if guard not in ("auto", "sync", "off"):
         raise InvalidArgument(f"guard is {guard!r}, needs 'auto', 'sync' or 'off'")
-    if not isinstance(threshold, int | float) or not math.isfinite(threshold):
+    check_bound("threshold", threshold)
+    if not math.isfinite(threshold):
         raise InvalidArgument(f"threshold is {threshold!r}, needs a number, usually 0.99 to 1")
     if plan is not None and variant != "auto":
         raise InvalidArgument(
@@ -210,7 +212,7 @@ def calibrate_runs(
 
     try:
         for name, run in runs:
-            if kept is not None and name in kept.runs:
+            if name in done or (kept is not None and name in kept.runs):
                 logger.info("sagepatch: run %s was measured before", name)
                 continue
             with pace.running(name):

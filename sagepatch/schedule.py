@@ -8,7 +8,7 @@ models are told apart by themselves; no GPU is waited for.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -119,33 +119,50 @@ def _place(found: Any) -> Place | None:
         scheduler = getattr(found.get(owner), "scheduler", None)
         schedule = getattr(scheduler, "timesteps", None)
         if isinstance(schedule, Tensor):
-            # A loop may run over a copy of the scheduler's timesteps.
-            for one in (schedule, found.get("timesteps")):
-                step = _index(t, one) if isinstance(one, Tensor) and one.dim() == 1 else None
-                if step is not None and isinstance(one, Tensor):
-                    return Place(step, one.shape[0])
+            # A loop may run over a copy of the scheduler's timesteps, or over those that it had
+            # before somebody set others.
+            known = [schedule, found.get("timesteps")]
+            found_in = [one for one in known if isinstance(one, Tensor) and one.dim() == 1]
+            return _in_any(t, found_in)
     return None
 
 
-def _index(t: Any, schedule: Tensor) -> int | None:
-    """Where timestep `t` is in `schedule` [steps]: an element of it is found by its address, no GPU
-    is waited for; other numbers by their value where that costs no waiting either.
+def _in_any(t: Any, schedules: Sequence[Tensor]) -> Place | None:
+    """The step of timestep `t` in the first of some schedules [steps] that it is of.
+
+    An element of a schedule is found by its address, no GPU is waited for; other numbers by their
+    value where that costs no waiting either.
     """
     if isinstance(t, Tensor):
         if t.dim() != 0:
             return None
-        if t.device == schedule.device and schedule.stride(0) and _same_storage(t, schedule):
-            apart = int(t.storage_offset()) - int(schedule.storage_offset())
-            step, rest = divmod(apart, int(schedule.stride(0)))
-            return step if rest == 0 and 0 <= step < schedule.shape[0] else None
+        for schedule in schedules:
+            if t.device == schedule.device and schedule.stride(0) and _same_storage(t, schedule):
+                return _apart(t, schedule)
+        base = t._base
+        if base is not None and base.dim() == 1 and base.shape[0] > 1 and base.stride(0):
+            # An element of a schedule that nobody holds any more.
+            return _apart(t, base)
         if t.device.type != "cpu":
             return None
+        # One of several numbers is of a schedule of as many.
+        many = t.untyped_storage().nbytes() // t.element_size()
+        schedules = [one for one in schedules if many in (1, one.shape[0])]
     elif not isinstance(t, int | float):
         return None
-    if schedule.device.type != "cpu":
-        return None
-    hits = torch.nonzero(schedule == t)
-    return int(hits[0]) if len(hits) else None
+    for schedule in schedules:
+        if schedule.device.type == "cpu":
+            hits = torch.nonzero(schedule == t)
+            if len(hits):
+                return Place(int(hits[0]), schedule.shape[0])
+    return None
+
+
+def _apart(t: Tensor, schedule: Tensor) -> Place | None:
+    """The step of an element of `schedule` [steps] by its address, None where it is none."""
+    apart = int(t.storage_offset()) - int(schedule.storage_offset())
+    step, rest = divmod(apart, int(schedule.stride(0)))
+    return Place(step, schedule.shape[0]) if rest == 0 and 0 <= step < schedule.shape[0] else None
 
 
 def _same_storage(a: Tensor, b: Tensor) -> bool:

@@ -50,6 +50,43 @@ def test_a_fraction_is_0_in_the_first_step_and_1_in_the_last() -> None:
     assert fraction(0, 1) == 0
 
 
+# An adversary's: the outer loop was looked up in the inner one's timesteps, by value.
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_loop_goes_on_where_it_was_after_one_that_set_its_scheduler_anew(named, mode) -> None:
+    seen: list = []
+
+    class Nesting:
+        def __init__(self) -> None:
+            self.scheduler = SimpleNamespace(timesteps=None)
+
+        def __call__(self, steps: int, inner: int) -> None:
+            self.scheduler.timesteps = torch.linspace(1000, 0, steps)
+            if named:
+                timesteps = self.scheduler.timesteps
+                for t in timesteps:
+                    self.step(int(t), inner)
+            else:
+                for t in self.scheduler.timesteps:
+                    self.step(int(t), inner)
+
+        def step(self, at: int, inner: int) -> None:
+            if at == 500 and inner:
+                self(inner, 0)
+            seen.append(running_step())
+
+    with mode():
+        Nesting()(5, 9)
+    outer = [seen[at] for at in (0, 1, 11, 12, 13)]
+    known = [Place(step, 5) for step in range(5)]
+    if named or mode is torch.no_grad:
+        assert outer == known
+    else:
+        # Nothing tells whose element the timestep is: unknown, not another loop's.
+        assert outer == [*known[:2], None, None, None]
+    assert seen[2:11] == [Place(step, 9) for step in range(9)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
 def test_the_step_of_a_loop(dtype) -> None:
     # A schedule may name a timestep twice (PNDM does).

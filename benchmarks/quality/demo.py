@@ -239,7 +239,8 @@ def main() -> None:
     if ahead.is_rehearsal():
         rehearse(studio, whole)
         return
-    helpers = ahead.start("benchmarks.quality.demo", sys.argv[1:]) if device.type == "cuda" else []
+    many = device.type == "cuda" and options.only is None
+    helpers = ahead.start("benchmarks.quality.demo", sys.argv[1:]) if many else []
     shown = Results(stem, about, clock)
     exact_whole, conditions, whole_took = None, [], 0.0
     if options.part in ("pictures", "both"):
@@ -255,7 +256,7 @@ def main() -> None:
         for helper in helpers:
             helper.wait()
         clock.say("compiled ahead:", [helper.poll() for helper in helpers])
-        if device.type == "cuda" and options.only is None:
+        if many:
             full = Studio(
                 load_pipeline(torch.float32, device), device, studio.captions, studio.seeds
             )

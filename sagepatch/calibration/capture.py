@@ -62,7 +62,10 @@ class LayerCalibration:
     remedies: tuple[Remedy, ...] = ()
     calls: int = 0
     costs: Costs = field(default_factory=Costs, repr=False)
-    _step: tuple[str, int | None, int] = ("", None, 0)
+    # The run and the place in it that calls are counted in, and how many there were; the run that
+    # `calls` is counted in, and the calls before it.
+    _step: tuple[int, Place | None, int] = (0, None, 0)
+    _run: tuple[int, int] = (0, 0)
     # Looking through the catalogue costs more than a launch: once for a kind of call.
     _tried: dict[AttnSpec, list[Variant]] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -77,6 +80,8 @@ class LayerCalibration:
         # One thread measures at a time; the others get their exact output and go on.
         if self._lock.acquire(blocking=False):
             try:
+                if self.pace.number != self._run[0]:
+                    self._run = self.pace.number, self.calls
                 self.calls += 1
                 place = layer.schedule.place()
                 if self._due(place):
@@ -101,7 +106,7 @@ class LayerCalibration:
         if self.done is not None:
             return power_of_two(self.calls)
         # Counts anew in each step, and in each run where there is no schedule.
-        step = (self.pace.run, None if place is None else place.step)
+        step = self.pace.number, place
         count = self._step[2] + 1 if self._step[:2] == step else 1
         self._step = (*step, count)
         return self.pace.due(place, count)
@@ -155,7 +160,8 @@ class LayerCalibration:
             with self.costs.counting("statistics"):
                 looked = statistics(call)
         made = Sample(
-            call=self.calls,
+            # A run with a name may be taken up again: its calls have the same numbers then.
+            call=self.calls - self._run[1] if self.pace.run else self.calls,
             step=None if place is None else place.step,
             steps=None if place is None else place.steps,
             shape=str(spec),
@@ -166,7 +172,7 @@ class LayerCalibration:
             skipped=tuple(v.name for v in serving if v.name in lost or v in order[many:]),
         )
         if self.pace.spares(place):
-            with self.pace.diagnosing():
+            with self.pace.diagnosing(place):
                 self.remedies = diagnosed(call, exact, made, self.remedies)
         return made
 

@@ -12,10 +12,16 @@ from statistics import median_high
 from sagepatch.backends.catalogue import BY_NAME, SDPA
 from sagepatch.calibration.remedies import gained
 from sagepatch.calibration.sample import Sample
+from sagepatch.errors import InvalidArgument
 from sagepatch.numerics.recipe import TIERS
 from sagepatch.variant import Variant
 
 FEWEST_SAMPLES = 2
+# A quantised call costs the host more than torch's own, and times scatter: a kernel must win by
+# this share of exact attention's time, and by so many microseconds a call.
+LEAST_GAIN = 0.05
+LEAST_GAIN_US = 10.0
+UNSERVED = "no quantised kernel serves this layer here"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,26 @@ class Choice:
     alternatives: tuple[str, ...] = ()
 
 
+def pays(us: float, us_exact: float) -> bool:
+    """Whether a kernel is so much faster than exact attention that a plan takes it; monotone.
+
+    >>> pays(90.0, 100.0), pays(96.0, 100.0), pays(960.0, 1000.0), pays(0.9, 8.0)
+    (True, False, False, False)
+    """
+    return us <= us_exact - max(LEAST_GAIN * us_exact, LEAST_GAIN_US)
+
+
+def unseen(samples: int) -> str:
+    """Why a layer with so few samples stays exact."""
+    return f"only {samples} of {FEWEST_SAMPLES} samples seen: stays exact"
+
+
+def check_bound(name: str, value: object) -> None:
+    """Refuse a bound that is no number; True and False are none."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise InvalidArgument(f"{name} is {value!r}, needs a number")
+
+
 def error_bound(threshold: float) -> float:
     """The relative L1 and norm deviation that a cosine of `threshold` allows: sqrt(2 (1 -
     threshold)).
@@ -113,13 +139,13 @@ def choose(
 ) -> Choice:
     """The fastest admissible candidate, exact attention included.
 
-    Where times were measured the fastest measured one wins; where none were, the ranking is fast,
-    safe, exact, and within a tier the order of the catalogue.
+    Where times were measured the fastest measured one wins if it `pays`; where none were, the
+    ranking is fast, safe, exact, and within a tier the order of the catalogue.
     """
     if samples < FEWEST_SAMPLES:
-        return Choice(SDPA.name, f"only {samples} of {FEWEST_SAMPLES} samples seen: stays exact")
+        return Choice(SDPA.name, unseen(samples))
     if not summaries:
-        return Choice(SDPA.name, "no quantised kernel serves this layer here")
+        return Choice(SDPA.name, UNSERVED)
     refused = {name: refusal(summary, threshold) for name, summary in summaries.items()}
     admissible = [summary for name, summary in summaries.items() if refused[name] is None]
     if not admissible:
@@ -132,9 +158,10 @@ def choose(
         return Choice(best.variant, why, tuple(other.variant for other in others))
     timed = [(summary.us, summary) for summary in ranked if summary.us is not None]
     us, fastest = min(timed, key=lambda pair: pair[0], default=(None, None))
-    if us is None or fastest is None or us >= us_exact:
+    if us is None or fastest is None or not pays(us, us_exact):
         shown = "none was timed" if fastest is None else f"{fastest.variant} takes {us:.0f} us"
-        why = f"exact is fastest: {us_exact:.0f} us, {shown}"
+        won = "exact is fastest" if us is None or us >= us_exact else "too little is gained"
+        why = f"{won}: {us_exact:.0f} us, {shown}"
         return Choice(SDPA.name, why, tuple(summary.variant for summary in ranked))
     why = _why_admitted(fastest, refused, f"{us_exact / us:.2f}x exact")
     others = [summary for summary in ranked if summary is not fastest]

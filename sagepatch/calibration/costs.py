@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 
+from sagepatch.calibration.choose import pays
 from sagepatch.variant import Variant
 
 
@@ -48,8 +49,8 @@ def by_use(
     variants: Sequence[Variant], us: Mapping[str, float | None], us_exact: float | None
 ) -> list[Variant]:
     """Candidates in the order in which measuring them serves a plan on this GPU: the fastest of
-    each tier that beats exact attention, the others that do, then those that are slower, which no
-    plan takes here. As they are where nothing was timed.
+    each tier that pays, the others that do, then those that do not, which no plan takes here. As
+    they are where nothing was timed.
     """
     known = {variant.name: us.get(variant.name) for variant in variants}
     if us_exact is None or any(one is None for one in known.values()):
@@ -58,6 +59,8 @@ def by_use(
     ranked = sorted(variants, key=lambda variant: times[variant.name])
     first: dict[str, Variant] = {}
     for variant in ranked:
-        if times[variant.name] < us_exact:
+        if pays(times[variant.name], us_exact):
             first.setdefault(variant.tier, variant)
-    return sorted(ranked, key=lambda v: (times[v.name] >= us_exact, first.get(v.tier) is not v))
+    return sorted(
+        ranked, key=lambda v: (not pays(times[v.name], us_exact), first.get(v.tier) is not v)
+    )

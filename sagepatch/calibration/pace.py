@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
@@ -27,17 +28,45 @@ def power_of_two(number: int) -> bool:
     return number > 0 and number & (number - 1) == 0
 
 
+@dataclass(eq=False)
+class _Generation:
+    """One walk through a schedule, and the account of measuring on it.
+
+    `first` and `last` are the steps seen, `since` the run's own clock at the first of them.
+    `costs` is what measuring each step took without timing kernels, `decided` whether it is
+    measured, `taken` how many samples it gave; `spent` all that measuring took, `diagnosing` the
+    search for remedies. `own_seconds` is what the whole walk will take without measuring, 0 if
+    unknown; `anchor` the own clock at the first sample.
+    """
+
+    first: int
+    since: float
+    last: int = 0
+    costs: dict[int, float] = field(default_factory=dict)
+    decided: dict[int, bool] = field(default_factory=dict)
+    taken: Counter[int] = field(default_factory=Counter)
+    between: frozenset[int] | None = None
+    spent: float = 0.0
+    diagnosing: float = 0.0
+    own_seconds: float = 0.0
+    anchor: float = 0.0
+
+    def over(self, step: int) -> bool:
+        """Whether a call in this step begins another walk."""
+        return step <= self.first < self.last
+
+
 class Pace:
     """One clock for all layers of a calibration: which steps are measured, and what that took.
 
-    The first and the last step of a run are always measured; of the steps between those of
-    `sections.sampled_steps` that the run's own time pays for. Compiling and checking kernels, which
-    a machine does once, is left out of that account. Thread-safe.
+    The first and the last step of each walk through a schedule are always measured; of the steps
+    between those of `sections.sampled_steps` that the walk's own time pays for. Compiling and
+    checking kernels, which a machine does once, is left out of that account. Thread-safe.
 
     `held` are the places in the schedule of samples taken before: others are measured rather.
     `layers`, how many layers are measured, lets `room` divide the account among them; 0 does not.
-    `run` names the run that goes on. `measuring_seconds` is all that measuring took so far,
-    `preparing_seconds` what compiling and checking did.
+    `run` names the run that goes on, `number` counts the runs. `measuring_seconds` is all that
+    measuring took so far, `preparing_seconds` what compiling and checking did.
     """
 
     def __init__(
@@ -46,7 +75,7 @@ class Pace:
         held: Iterable[float] = (),
         layers: int = 0,
     ) -> None:
-        self.run = ""
+        self.run, self.number = "", 0
         self.layers = layers
         # Samples of each section of the schedule, of all runs.
         self._held = Counter(section_of(at) for at in held)
@@ -55,34 +84,22 @@ class Pace:
         self.preparing_seconds = 0.0
         self._clock = clock
         self._lock = threading.RLock()
-        # Of the run that goes on: what measuring took, with what was made ready and without, and
-        # with what it began and where.
+        # Of the run that goes on: what measuring took, when it began, and its schedules by length.
         self._spent = 0.0
-        self._account = 0.0
         self._began = 0.0
-        self._first: tuple[int, float] | None = None
-        # What measuring a step took, its timing of kernels aside, and whether a step is measured.
-        self._costs: dict[int, float] = {}
-        self._decided: dict[int, bool] = {}
-        self._between: frozenset[int] | None = None
-        # What remedies took, and what the whole run will take without measuring, 0 if unknown.
-        self._diagnosing = 0.0
-        self._own_seconds = 0.0
+        self._runs = False
+        self._walks: dict[int, _Generation] = {}
+        # Of calls without a schedule.
+        self._unplaced = _Generation(0, 0.0)
         # The longest search for remedies yet.
         self._search = 0.0
-        # How many samples each step gave, and the run's own clock at the first of them and now.
-        self._taken: Counter[int] = Counter()
-        self._anchor = self._own_clock = 0.0
-        self._runs = False
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
-        """Count what happens meanwhile as one run, a generation."""
-        self.run = name
-        self._spent, self._account, self._began, self._first = 0.0, 0.0, self._clock(), None
-        self._costs, self._decided, self._between = {}, {}, None
-        self._taken, self._runs = Counter(), True
-        self._diagnosing = self._own_seconds = 0.0
+        """Count what happens meanwhile as one run, usually one generation."""
+        self.run, self.number = name, self.number + 1
+        self._spent, self._began, self._runs = 0.0, self._clock(), True
+        self._walks, self._unplaced = {}, _Generation(0, 0.0)
         try:
             yield
         finally:
@@ -98,16 +115,18 @@ class Pace:
         if place is None:
             return True
         with self._lock:
-            if self._first is None:
-                self._first = place.step, self._clock()
-            known = self._decided.get(place.step)
+            walk = self._walks.get(place.steps)
+            if walk is None or walk.over(place.step):
+                walk = _Generation(place.step, self._own_clock())
+                self._walks[place.steps] = walk
+            walk.last = max(walk.last, place.step)
+            known = walk.decided.get(place.step)
             if known is None:
-                first, since = self._first
-                if place.step > first:
+                if place.step > walk.first:
                     # Looked at where a step begins: what ran is whole steps.
-                    own = self._clock() - since - self._spent
-                    self._own_seconds = own / (place.step - first) * place.steps
-                known = self._decided[place.step] = self._admits(place)
+                    own = self._own_clock() - walk.since
+                    walk.own_seconds = own / (place.step - walk.first) * place.steps
+                known = walk.decided[place.step] = _admits(walk, place, self._held)
                 self._held[_section(place.step, place.steps)] += known
             return known
 
@@ -118,65 +137,66 @@ class Pace:
         """
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        timing, before = Timing(self._clock), self._diagnosing
-        started = timing.started
+        walk = self._walk(place)
+        timing, before = Timing(self._clock), walk.diagnosing
         with self._lock:
-            self._own_clock = started - self._spent
-            if not self._taken:
-                self._anchor = self._own_clock
+            timing.own_clock = timing.started - self._spent
+            if not walk.taken:
+                walk.anchor = timing.own_clock
         try:
             yield timing
         finally:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            took = self._clock() - started
+            took = self._clock() - timing.started
             with self._lock:
                 self._spent += took
                 self.preparing_seconds += timing.prepared
                 took -= timing.prepared
-                self._account += took
+                walk.spent += took
                 self.measuring_seconds += took
                 if place is not None:
-                    self._taken[place.step] += 1
-                    cost = took - timing.seconds - (self._diagnosing - before)
-                    self._costs[place.step] = self._costs.get(place.step, 0.0) + cost
+                    walk.taken[place.step] += 1
+                    cost = took - timing.seconds - (walk.diagnosing - before)
+                    walk.costs[place.step] = walk.costs.get(place.step, 0.0) + cost
 
     def room(self, place: Place | None, timing: Timing) -> float:
         """Seconds that are left for the sample that is being taken, `timing`, so that those that
-        are still to come have as much within the run's own time; infinite where nobody knows.
+        are still to come have as much within the walk's own time; infinite where nobody knows.
         """
         with self._lock:
             if place is None or not self.layers or not self._runs:
                 return math.inf
-            taken = self._taken[place.step]
-            own = self._own_seconds
+            walk = self._walk(place)
+            taken = walk.taken[place.step]
+            own = walk.own_seconds
             if not own:
                 if not taken:
                     return math.inf
                 # In the first step: as long as from layer to layer until now.
-                each = (self._own_clock - self._anchor) / taken
+                each = (timing.own_clock - walk.anchor) / taken
                 own = each * self.layers * place.steps
             ahead = max(1, self.layers - taken)
             if place.step < place.steps - 1:
                 ahead += self.layers
-            return (own - self._account - timing.elapsed) / ahead
+            return (own - walk.spent - timing.elapsed) / ahead
 
     def spares(self, place: Place | None) -> bool:
-        """Whether there is time to look for remedies too: what the run's own time leaves beside the
-        measured steps, a moment where that is not known yet.
+        """Whether there is time to look for remedies too: what the walk's own time leaves beside
+        the measured steps, a moment where that is not known yet.
         """
         with self._lock:
+            walk = self._walk(place)
             left = FIRST_REMEDIES_SECONDS + self._search
-            if place is not None and self._own_seconds:
+            if place is not None and walk.own_seconds:
                 # Steps still to be measured come first.
                 ahead = sum(step >= place.step for step in sampled_steps(place.steps))
-                costs = ahead * max(self._costs.values(), default=0.0)
-                spent = self._account - self._diagnosing
-                left = max(left, self._own_seconds - spent - costs)
-            return self._diagnosing + self._search <= left
+                costs = ahead * max(walk.costs.values(), default=0.0)
+                left = max(left, walk.own_seconds - (walk.spent - walk.diagnosing) - costs)
+            return walk.diagnosing + self._search <= left
 
     @contextmanager
-    def diagnosing(self) -> Iterator[None]:
+    def diagnosing(self, place: Place | None) -> Iterator[None]:
         """Count what happens meanwhile as the search for remedies."""
         started = self._clock()
         try:
@@ -184,29 +204,42 @@ class Pace:
         finally:
             with self._lock:
                 took = self._clock() - started
-                self._diagnosing += took
+                self._walk(place).diagnosing += took
                 self._search = max(self._search, took)
 
-    def _admits(self, place: Place) -> bool:
-        """Whether the run's own time pays for measuring this step, the last one being due still."""
-        wanted = sampled_steps(place.steps)
-        if place.step not in wanted:
-            return False
-        if not self._costs or place.step == place.steps - 1:
-            return True
-        assert self._first is not None
-        first = self._first[0]
-        if not self._own_seconds:
-            return False
-        cost = max(min(self._costs.values()), 1e-9)
-        # Besides the last one.
-        unspent = self._own_seconds - self._account
-        affordable = int(unspent / cost) - 1
-        if self._between is None:
-            left = [first, *(step for step in wanted if step >= place.step)]
-            held = {step: self._held[_section(step, place.steps)] for step in left}
-            self._between = spread(left, affordable, held)
-        return affordable > 0 and place.step in self._between
+    def _own_clock(self) -> float:
+        """Seconds of the run without its measuring."""
+        return self._clock() - self._spent
+
+    def _walk(self, place: Place | None) -> _Generation:
+        if place is None:
+            return self._unplaced
+        walk = self._walks.get(place.steps)
+        if walk is None:
+            # Nobody asked whether the call is due: a self-calibration.
+            walk = self._walks[place.steps] = _Generation(place.step, self._own_clock())
+        return walk
+
+
+def _admits(walk: _Generation, place: Place, held: Mapping[int, int]) -> bool:
+    """Whether a walk's own time pays for measuring this step, the last one being due still; `held`
+    are the samples of each section of the schedule.
+    """
+    wanted = sampled_steps(place.steps)
+    if place.step not in wanted:
+        return False
+    if not walk.costs or place.step == place.steps - 1:
+        return True
+    if not walk.own_seconds:
+        return False
+    cost = max(min(walk.costs.values()), 1e-9)
+    # Besides the last one.
+    affordable = int((walk.own_seconds - walk.spent) / cost) - 1
+    if walk.between is None:
+        left = [walk.first, *(step for step in wanted if step >= place.step)]
+        samples = {step: held.get(_section(step, place.steps), 0) for step in left}
+        walk.between = spread(left, affordable, samples)
+    return affordable > 0 and place.step in walk.between
 
 
 def spread(
@@ -240,6 +273,8 @@ class Timing:
         self.seconds = 0.0
         self.prepared = 0.0
         self.started = clock()
+        # That of the run, without any measuring.
+        self.own_clock = 0.0
         self._clock = clock
 
     @property

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 from sagepatch.backends.catalogue import BY_NAME, SDPA
 from sagepatch.calibration import solve as solver
 from sagepatch.calibration.cells import Cell, cells
-from sagepatch.calibration.choose import FEWEST_SAMPLES, Choice, Summary, choose
+from sagepatch.calibration.choose import (
+    FEWEST_SAMPLES,
+    UNSERVED,
+    Choice,
+    Summary,
+    check_bound,
+    choose,
+    pays,
+    unseen,
+)
 from sagepatch.calibration.diagnose import explained
 from sagepatch.calibration.entries import entry_of, ranged, safest
 from sagepatch.calibration.sample import Sample
@@ -32,6 +41,8 @@ def solved(
     """The plan of a table under one bound at most; see `Calibration.plan`."""
     bounds_given = {"threshold": threshold, "budget": budget, "time_us": time_us}
     given = {name: value for name, value in bounds_given.items() if value is not None}
+    for name, value in given.items():
+        check_bound(name, value)
     if len(given) > 1:
         raise InvalidArgument(f"{' and '.join(given)} exclude each other: pass one of them")
     if budget is None and time_us is None:
@@ -54,7 +65,8 @@ def solved(
     summaries = [layer.candidates for layer in table.layers]
     for layer, parts, whole in zip(table.layers, found, summaries, strict=True):
         cost = costs(layer, whole)
-        groups += [options(layer, cell, cost) for cell in parts if cell.own or len(parts) == 1]
+        open_to = worthwhile(cost) if layer.timed else cost
+        groups += [options(layer, cell, open_to) for cell in parts if cell.own or len(parts) == 1]
     solve = solver.within_error if budget is not None else solver.within_time
     chosen = iter(solve(groups, bound))
     picked = [
@@ -76,7 +88,7 @@ def options(layer: LayerTable, cell: Cell, cost: Mapping[str, float]) -> list[so
     """What a solver may choose from in one part of the schedule: exact attention, and every
     candidate that stayed finite. Errors and costs are weighted with the part's share of the steps.
 
-    `cost` says what a call costs by each kernel.
+    `cost` says what a call costs by each kernel that there is to choose from.
     """
     found = [solver.Option(SDPA.name, 0.0, cost[SDPA.name] * cell.share)]
     if layer.samples < FEWEST_SAMPLES:
@@ -134,6 +146,10 @@ def _bounded(
     """The entry for what a solver picked in each part; alternatives are those no less accurate."""
     error = solver.combined([option.error for option in picked if option is not None])
     reason = f"{why}, of which this layer {error:.4f}"
+    if layer.samples < FEWEST_SAMPLES:
+        reason = unseen(layer.samples)
+    elif not found:
+        reason = UNSERVED
     choices = []
     for place, (cell, option) in enumerate(zip(parts, picked, strict=True)):
         if option is not None:
@@ -160,6 +176,12 @@ def costs(layer: LayerTable, found: Mapping[str, Summary]) -> dict[str, float]:
     if len(timed) == len(us):
         return timed
     return {name: float(TIERS.index(BY_NAME[name].tier)) for name in us}
+
+
+def worthwhile(us: Mapping[str, float]) -> dict[str, float]:
+    """Of the microseconds of kernels those of exact attention and of what pays beside it."""
+    exact = us[SDPA.name]
+    return {name: one for name, one in us.items() if name == SDPA.name or pays(one, exact)}
 
 
 def _no_less(rows: Sequence[Sample], names: Iterable[str], variant: str) -> tuple[str, ...]:

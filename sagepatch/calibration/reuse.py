@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sagepatch.backends.catalogue import BY_NAME, CATALOGUE, SDPA
 from sagepatch.calibration.capture import candidate_variants, refuse_capture
+from sagepatch.calibration.choose import pays
 from sagepatch.calibration.measure import Stopwatch
 from sagepatch.layer import PatchedLayer
 from sagepatch.ops import run_exact
@@ -100,15 +101,16 @@ def _recipes(part: PlanEntry | PlanRange) -> set[str]:
 
 
 def _fastest(part: _Part, times: Mapping[str, float]) -> _Part:
-    """A part of a plan with the fastest of its accurate kernels, exact attention included."""
+    """A part of a plan with the fastest of its accurate kernels that pay, else exact."""
     recipes = _recipes(part)
+    us_exact = times[SDPA.name]
     serving = {
         name: us
         for name, us in times.items()
         if name == SDPA.name or BY_NAME[name].recipe.name in recipes
     }
-    best = BY_NAME[min(serving, key=serving.__getitem__)]
-    us_exact = times[SDPA.name]
+    paying = [name for name, us in serving.items() if name == SDPA.name or pays(us, us_exact)]
+    best = BY_NAME[min(paying, key=serving.__getitem__)]
     gain = f"{us_exact / times[best.name]:.2f}x exact"
     shown = "no accurate kernel serves it here" if len(serving) == 1 else gain
     accurate = {part.variant: part.numerics_version, **accurate_alternatives(part)}

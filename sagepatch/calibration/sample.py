@@ -68,11 +68,11 @@ class Statistics:
 class Sample:
     """One sampled call of a layer.
 
-    `call` counts the layer's calls from 1. `step` (from 0) of `steps` is the denoising step that
-    made the call, None where there is no schedule. `shape` is `str(AttnSpec)`. `errors` maps a
-    candidate's name to its errors. `run` tells generations apart (a short hash of prompt and seed,
-    "" for a run that has no name). `skipped` are the candidates that nobody measured, as the time
-    of a generation was spent.
+    `call` counts the layer's calls from 1, anew in each run that has a name. `step` (from 0) of
+    `steps` is the denoising step that made the call, None where there is no schedule. `shape` is
+    `str(AttnSpec)`. `errors` maps a candidate's name to its errors. `run` tells generations apart
+    (a short hash of prompt and seed, "" for a run that has no name). `skipped` are the candidates
+    that nobody measured, as the time of a generation was spent.
     """
 
     call: int

@@ -11,7 +11,7 @@ from typing import Any
 
 from sagepatch.backends.catalogue import BY_NAME, SDPA
 from sagepatch.calibration.cells import Cell, cells
-from sagepatch.calibration.choose import FEWEST_SAMPLES
+from sagepatch.calibration.choose import FEWEST_SAMPLES, LEAST_GAIN, LEAST_GAIN_US
 from sagepatch.calibration.planning import costs, entry_at, options
 from sagepatch.calibration.sample import HeadErrors
 from sagepatch.calibration.table import LayerTable
@@ -47,6 +47,8 @@ def facts(report: Report) -> dict[str, Any] | None:
         "bound": bound_of(report),
         "stops": stops(report.threshold),
         "fewest_samples": FEWEST_SAMPLES,
+        "least_gain": LEAST_GAIN,
+        "least_gain_us": LEAST_GAIN_US,
         "exact": SDPA.name,
         "kernels": _kernels(table.layers),
         "timed": any(layer.us_exact is not None for layer in table.layers),

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from models.layers import errors, sample, summary
 
 from sagepatch.backends.catalogue import BY_NAME, SDPA
-from sagepatch.calibration.choose import Summary, choose, error_bound, refusal
+from sagepatch.calibration.choose import Summary, check_bound, choose, error_bound, refusal
 from sagepatch.calibration.sample import Sample
+from sagepatch.errors import InvalidArgument
 from sagepatch.numerics.recipe import TIERS
 
 FAST, FAST2, SAFE = "emulated.sage2_8", "emulated.sage2pp_8", "emulated.sage1_b"
@@ -154,3 +155,24 @@ def test_a_higher_threshold_never_admits_more_nor_gains_speed(rows, timed, a, b)
 
     assert cost(before.variant) <= cost(after.variant)
     assert choose(table, samples=4, threshold=low, us_exact=us_exact) == before
+
+
+@pytest.mark.parametrize(
+    ("us_exact", "us", "wins"),
+    [(100.0, 90.0, True), (100.0, 91.0, False), (1000.0, 950.0, True), (1000.0, 951.0, False)],
+)
+def test_a_kernel_must_win_by_what_its_call_costs_the_host(
+    us_exact: float, us: float, wins: bool
+) -> None:
+    choice = chosen(summary(FAST, us=us), us_exact=us_exact)
+    assert choice.variant == (FAST if wins else SDPA.name)
+    if not wins:
+        assert choice.reason == f"too little is gained: {us_exact:.0f} us, {FAST} takes {us:.0f} us"
+        # Another GPU may find that it pays there.
+        assert choice.alternatives == (FAST,)
+
+
+@pytest.mark.parametrize("value", [True, False, "0.9", None, math.nan])
+def test_a_bound_is_a_number(value: object) -> None:
+    with pytest.raises(InvalidArgument, match=f"budget is {value!r}, needs a number"):
+        check_bound("budget", value)

@@ -124,6 +124,41 @@ def test_each_run_starts_anew_and_adds_up() -> None:
     assert pace.measuring_seconds == pytest.approx(4)
 
 
+# An adversary's: the last step of the second walk was that of the first.
+@pytest.mark.parametrize("lengths", [(28, 4), (4, 28), (8, 8), (8, 8, 8)])
+def test_each_walk_of_a_run_has_its_first_and_its_last_step(lengths: tuple[int, ...]) -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    measured: list[list[int]] = []
+    with pace.running("a"):
+        for steps in lengths:
+            measured.append([])
+            for step in range(steps):
+                clock.now += 1.0
+                if pace.due(Place(step, steps), 1):
+                    with pace.measuring(Place(step, steps), CPU):
+                        clock.now += 0.9
+                    measured[-1].append(step)
+    for steps, found in zip(lengths, measured, strict=True):
+        assert (found[0], found[-1]) == (0, steps - 1)
+        # What measuring the others took is not on this walk's account.
+        assert tuple(found) == sampled_steps(steps)
+    assert pace.run_seconds == pytest.approx(sum(lengths))
+
+
+def test_a_walk_inside_another_has_an_account_of_its_own() -> None:
+    pace = Pace(Clock())
+    measured = set()
+    with pace.running("a"):
+        for step in range(8):
+            if pace.due(Place(step, 8), 1):
+                measured.add((step, 8))
+            for inner in range(4 if step == 3 else 0):
+                if pace.due(Place(inner, 4), 1):
+                    measured.add((inner, 4))
+    assert {(0, 8), (7, 8), (0, 4), (3, 4)} <= measured
+
+
 def test_without_a_schedule_calls_are_measured_ever_more_rarely() -> None:
     pace = Pace()
     with pace.running("a"):
@@ -158,11 +193,11 @@ def test_remedies_are_looked_for_where_there_is_time() -> None:
                     with pace.measuring(place, CPU):
                         clock.now += 0.01
                         if pace.spares(place):
-                            with pace.diagnosing():
+                            with pace.diagnosing(place):
                                 clock.now += 0.2
     # Half a second, and one search that was begun.
     assert pace.measuring_seconds <= pace.run_seconds + 0.7
     assert pace.run_seconds == pytest.approx(8.0)
     # All steps were measured: remedies took nothing from them.
-    measured = {step for step, due in pace._decided.items() if due}
+    measured = {step for step, due in pace._walks[8].decided.items() if due}
     assert measured == set(sampled_steps(8))

@@ -126,6 +126,13 @@ class TestTimeAgain:
         assert new.variant == SDPA.name
         assert new.alternatives == {FAST: 1, SAFE: 1}
 
+    def test_a_kernel_that_gains_too_little_here_is_not_taken(self, clock) -> None:
+        clock[SDPA.name] = clock[FAST] + 9.0
+        _, new = self.settled(entry("x", FAST))
+        assert (new.variant, new.alternatives) == (SDPA.name, {FAST: 1})
+        clock[SDPA.name] = clock[FAST] + 10.0
+        assert self.settled(entry("x", FAST))[1].variant == FAST
+
     def test_an_entry_that_was_exact_for_speed_may_quantise_here(self, clock) -> None:
         _, new = self.settled(entry("x", SDPA.name, alternatives={FAST: 1, SAFE: 1}))
         assert new.variant == FAST

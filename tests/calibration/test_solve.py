@@ -142,6 +142,34 @@ def test_a_plan_by_time_stops_once_it_is_fast_enough():
     assert variants(made.plan(time_us=1)) == ["emulated.sage2_8", "emulated.sage2_8", SDPA.name]
 
 
+def test_a_layer_that_was_hardly_seen_says_so_under_every_bound():
+    seen_once = sample(
+        1, {"emulated.sage2_8": 0.9999}, us={"emulated.sage2_8": 50.0}, us_exact=100.0
+    )
+    unserved = tuple(sample(n, {}, us_exact=100.0) for n in (1, 2))
+    made = layers_of(
+        *calibration().layers[:2],
+        LayerTable("once", "self", (seen_once,)),
+        LayerTable("unserved", "self", unserved),
+    )
+    for bound in ({}, {"budget": 0.05}, {"time_us": 300}, {"budget": 0.05, "by_step": False}):
+        found = {entry.site: entry.reason for entry in made.plan(**bound).entries}
+        assert found["once"] == "only 1 of 2 samples seen: stays exact"
+        assert found["unserved"] == "no quantised kernel serves this layer here"
+
+
+def test_a_solver_takes_no_kernel_that_gains_too_little():
+    def rows(us_fast):
+        times = {"emulated.sage2_8": us_fast}
+        one = {"emulated.sage2_8": 0.99999}
+        return tuple(sample(n, one, us=times, us_exact=100.0) for n in (1, 2))
+
+    for bound in ({"budget": 1.0}, {"time_us": 1}, {"threshold": 0.9}):
+        for us, wanted in ((90.0, "emulated.sage2_8"), (91.0, SDPA.name)):
+            made = layers_of(LayerTable("a", "self", rows(us)))
+            assert variants(made.plan(**bound)) == [wanted]
+
+
 def test_a_budget_without_times_ranks_the_tiers():
     assert variants(calibration(timed=False).plan(budget=0.08))[0] == "emulated.sage2_8"
 
@@ -159,6 +187,9 @@ def test_a_threshold_is_what_it_was():
         ({"budget": -0.1}, "budget is -0.1"),
         ({"budget": float("nan")}, "budget is nan"),
         ({"time_us": -1}, "time_us is -1"),
+        # An adversary's: True is 1 to Python, and everything would be exact.
+        ({"threshold": True}, "threshold is True, needs a number"),
+        ({"budget": False}, "budget is False, needs a number"),
     ],
 )
 def test_bounds_that_make_no_sense_are_refused(bounds, told):

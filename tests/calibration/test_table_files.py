@@ -128,10 +128,44 @@ class TestGoingOn:
         rows = second.layers[0].rows
         # The first steps of the interrupted run were measured anew, not twice.
         assert len({(row.run, row.call) for row in rows}) == len(rows)
+        assert len({(row.run, row.step) for row in rows}) == len(rows)
         assert {row.run for row in rows} == set(second.runs)
         third = api.calibrate_runs(pipe, self.runs(pipe, drawn, texts), table=path, emulate=True)
         assert len(drawn) == 4
         assert third == second
+
+    # An adversary's: the interrupted run's calls had other numbers than its second start's.
+    def test_a_run_begun_twice_gives_no_second_sample(self, tmp_path) -> None:
+        model, x, path = stack(), tokens(), tmp_path / "table.json"
+
+        def once() -> None:
+            with torch.no_grad():
+                model(x)
+
+        def interrupted() -> None:
+            once()
+            raise KeyboardInterrupt
+
+        first = [("a", once), ("b", interrupted)]
+        begun = api.calibrate_runs(model, first, table=path, emulate=True)
+        assert [(row.run, row.call) for row in begun.layers[0].rows] == [("a", 1), ("b", 1)]
+        again = api.calibrate_runs(model, [("a", once), ("b", once)], table=path, emulate=True)
+        assert [(row.run, row.call) for row in again.layers[0].rows] == [("a", 1), ("b", 1)]
+
+    def test_a_run_named_twice_runs_once(self, tmp_path) -> None:
+        model, x = stack(), tokens()
+        drawn: list[str] = []
+
+        def once() -> None:
+            drawn.append("z")
+            with torch.no_grad():
+                model(x)
+
+        made = api.calibrate_runs(model, [("z", once), ("z", once)], emulate=True)
+        assert (drawn, made.runs) == (["z"], ("z",))
+        # Nobody can tell whether runs without a name are the same.
+        api.calibrate_runs(model, [("", once), ("", once)], emulate=True)
+        assert drawn == ["z"] * 3
 
     def test_another_error_keeps_the_file_too(self, tmp_path) -> None:
         model, x, path = stack(), tokens(), tmp_path / "table.json"

@@ -24,6 +24,10 @@ function refusal(candidate, threshold) {
   return null;
 }
 
+// Whether a kernel is so much faster than exact attention that a plan takes it.
+const pays = (us, exact, facts) =>
+  us <= exact - Math.max(facts.least_gain * exact, facts.least_gain_us);
+
 // The fastest admissible candidate of a layer in a part of the schedule, exact attention included:
 // its name, why, and the other admissible ones, best first.
 function choose(layer, threshold, facts) {
@@ -49,9 +53,11 @@ function choose(layer, threshold, facts) {
       best = one;
     }
   }
-  if (layer.us_exact !== null && (best === null || best.us >= layer.us_exact)) {
+  if (layer.us_exact !== null && (best === null || !pays(best.us, layer.us_exact, facts))) {
     const shown = best === null ? "none was timed" : `${best.variant} takes ${best.us.toFixed(0)} us`;
-    const why = `exact is fastest: ${layer.us_exact.toFixed(0)} us, ${shown}`;
+    const faster = best !== null && best.us < layer.us_exact;
+    const won = faster ? "too little is gained" : "exact is fastest";
+    const why = `${won}: ${layer.us_exact.toFixed(0)} us, ${shown}`;
     return exact(why, admissible.map((one) => one.variant));
   }
   const merit =
