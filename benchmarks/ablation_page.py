@@ -167,34 +167,56 @@ and real data, and at most 1/{share:.0f} of the whole error on any: P's three bi
 that. With sums as large as V + 3 makes them the whole error is {by_depth} at depth 1, 2, 4.
 - `_d4` differs from the others by its tile of 128 keys (probabilities meet another maximum), not by
 its depth: at one range and tile the three depths are equal to the fourth digit.
-- {_instructions()}
+- A deeper buffer is converted less often, FP32 sums never, but their products run at half the rate.
+Depth is not all that differs below: a warp takes 16 or 32 queries, and more queries share what is
+read of K and V.
 - So 2 stays what `sage2pp_*` means, as in the paper, and `_d4` is a candidate like any other:
 calibration takes whichever is faster on the GPU at hand.
+
+Instructions of one warp for 16 queries and 64 keys at D = 128, and what [machine
+code](machine-code.md) predicts if no unit works beside another:
+
+{_instructions()}
 """
 
 
 def _instructions() -> str:
-    """What the depths cost in instructions on an RTX 4090, from the static report."""
+    """What the depths and four bits cost in instructions, from the static report."""
     report = {
-        r["recipe"]: r
-        for r in rows("machine_code.csv")
-        if r["gpu"] == "RTX 4090" and r["head_dim"] == "128"
+        (r["gpu"], r["recipe"]): r for r in rows("machine_code.csv") if r["head_dim"] == "128"
     }
+    names = {
+        "sage2pp_8_d1": "depth 1",
+        "sage2pp_8": "depth 2",
+        "sage2pp_8_d4": "depth 4",
+        "sage2_8": "FP32 sums",
+        "sage2pp_4": "depth 2, INT4 and smoothed Q",
+    }
+    lines = []
+    for gpu in ("RTX 4090", "RTX 5090"):
+        for name, told in names.items():
+            r = report.get((gpu, name))
+            if r is None:
+                continue
 
-    def each(name: str) -> str:
-        r = report[name]
-        return f"{int(r['instructions']) * 64 * 16 / int(r['keys']) / int(r['rows']):.0f}"
+            def each(*columns: str, r: Row = r) -> str:
+                scores = int(r["keys"]) * int(r["rows"])
+                return f"{sum(int(r[column]) for column in columns) * 64 * 16 / scores:.0f}"
 
-    names = ("sage2pp_8_d1", "sage2pp_8", "sage2pp_8_d4", "sage2_8")
-    counts = " / ".join(each(name) for name in names)
-    floors = " / ".join(report[name]["predicted_tops_without_overlap"] for name in names)
-    queries = " / ".join(report[name]["rows"] for name in names)
-    return (
-        "Instructions of one warp for 16 queries and 64 keys at D = 128 on sm_89, depth 1, 2, 4 "
-        f"and FP32 sums: {counts}. A deeper buffer is converted less often. What [machine "
-        "code](machine-code.md) predicts for an RTX 4090 if no unit works beside another is "
-        f"{floors} TOPS. Depth is not all that differs: a warp takes {queries} queries, and more "
-        "queries share what is read of K and V. FP32 sums lose by the rate of their products."
+            lines.append(
+                (
+                    *(gpu, f"`{name}`", told, r["rows"], each("instructions")),
+                    *(each("tensor_integer", "tensor_float"), each("mufu")),
+                    each("half_to_fp32", "to_narrow", "int_to_float"),
+                    *(each("shared_loads"), r["predicted_tops_without_overlap"]),
+                )
+            )
+    return markdown(
+        (
+            *("GPU", "recipe", "sums", "queries", "instructions", "tensor", "exp", "convert"),
+            *("shared loads", "TOPS without overlap"),
+        ),
+        lines,
     )
 
 
