@@ -2,7 +2,8 @@
 
     python benchmarks/host_overhead.py > benchmarks/host_overhead.csv
 
-A call so small that the GPU waits for the host; nothing is synchronised between calls. Rows `call`:
+Calls so small that the GPU waits for the host, on other tensors than the call before; nothing is
+synchronised between them. Rows `call`:
 `sagepatch.attention`; rows `layer`: a patched layer with its guard. `call_us`: the whole of it,
 `backend_us`: from the backend's entry on, `launches_us`: its launches alone.
 """
@@ -10,6 +11,7 @@ A call so small that the GPU waits for the host; nothing is synchronised between
 from __future__ import annotations
 
 import csv
+import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -30,6 +32,7 @@ from sagepatch.ops import run_variant
 from sagepatch.spec import Call
 
 CALLS = 300
+SETS = 4
 VARIANTS = ("triton.sage2_8", "cuda.sage2pp_8_d4")
 FIELDS = (
     *("toolchain", "recipe", "row", "kernels", "call_us", "backend_us", "launches_us"),
@@ -81,21 +84,25 @@ def main() -> None:
     machine = Machine.here()
     writer = csv.DictWriter(sys.stdout, FIELDS)
     writer.writeheader()
-    q, k, v = (torch.randn(1, 2, 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    call = Call(q, k, v, 0.125)
+    sets = [
+        tuple(torch.randn(1, 2, 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        for _ in range(SETS)
+    ]
+    turn = itertools.cycle(sets)
+    calls = itertools.cycle([Call(*tensors, 0.125) for tensors in sets])
     torch.set_grad_enabled(False)
     for name in VARIANTS:
         variant = BY_NAME[name]
         layer = PatchedLayer("layer", "self", Policy(), Request(name), unusable)
-        guard = DeviceGuard(q.device)
+        guard = DeviceGuard(sets[0][0].device)
         ways: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
             "call": (
-                lambda name=name: sagepatch.attention(q, k, v, variant=name),
-                lambda variant=variant: run_variant(variant, call),
+                lambda name=name: sagepatch.attention(*next(turn), variant=name),
+                lambda variant=variant: run_variant(variant, next(calls)),
             ),
             "layer": (
-                lambda layer=layer: run_call(Call(q, k, v, 0.125), handle=layer.handle),
-                lambda guard=guard, variant=variant: guard.run(variant, call),
+                lambda layer=layer: run_call(Call(*next(turn), 0.125), handle=layer.handle),
+                lambda guard=guard, variant=variant: guard.run(variant, next(calls)),
             ),
         }
         for row, (whole, backend) in ways.items():
@@ -103,7 +110,7 @@ def main() -> None:
             backend()
             (key,) = set(prepared._PREPARED) - before
             known = prepared._PREPARED[key]
-            launches_us = microseconds(launches(known, call, guard.flags))
+            launches_us = microseconds(launches(known, next(calls), guard.flags))
             call_us = microseconds(whole)
             writer.writerow(
                 {
