@@ -32,8 +32,9 @@ Inner = Literal["channels", "tokens"]
 class Lane:
     """What stays the same in one lane. `family`: names of options joined by "+". `aligned`: strides
     and addresses are multiples of 16 elements, else odd. `inner`: the axis that lies dense in
-    memory. `steady`: lengths and positions keep to one kind of number (no 1, multiples of 16 only
-    where lengths are `even`), for compilers that make code of its own for others.
+    memory. `steady`: lengths are odd, or multiples of 16 where `even`, positions neither 1 nor such
+    multiples, and there is one order of the output, for compilers that make code of its own for
+    each kind of number.
     """
 
     head_dim: int
@@ -211,8 +212,8 @@ def steady(lane: Lane, number: int) -> Lane:
         lane,
         steady=True,
         even=number % 4 == 3,
-        q_len=((2, 60), (130, 900), (130, 900))[number % 3],
-        kv_len=((2, 120), (520, 1000))[number % 2],
+        q_len=((3, 61), (131, 901))[number // 2 % 2],
+        kv_len=((3, 121), (523, 639), (131, 255))[number % 3],
     )
 
 
@@ -220,17 +221,16 @@ def steady(lane: Lane, number: int) -> Lane:
 def specs(draw: st.DrawFn, lane: Lane) -> Spec:
     """Calls of one lane."""
 
-    def number(low: int, high: int, even: bool = False) -> int:
+    def number(low: int, high: int) -> int:
         n = draw(st.integers(low, high))
         if not lane.steady:
             return n
-        if even:
-            return max(16, n // 16 * 16)
         return n + 2 if n % 16 == 0 or n == 1 else n
 
     def length(low: int, high: int) -> int:
         if lane.steady:
-            return number(low, high, lane.even)
+            n = draw(st.integers(low, high))
+            return max(16, n // 16 * 16) if lane.even else n - 1 + n % 2
         edges = [n for n in (low, *EDGES, high) if low <= n <= high]
         return draw(st.one_of(st.sampled_from(edges), st.integers(low, high)))
 
@@ -260,6 +260,6 @@ def specs(draw: st.DrawFn, lane: Lane) -> Spec:
         mask_heads=draw(st.booleans()) and not lane.steady,
         softcap=draw(st.sampled_from([1.0, 5.0, 50.0])),
         cuts=tuple(draw(cut) for _ in range(MEMBERS - 1)),
-        bshd_out=draw(st.booleans()),
+        bshd_out=lane.even if lane.steady else draw(st.booleans()),
         poison=draw(st.sampled_from([float("nan"), float("inf")])),
     )
