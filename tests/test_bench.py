@@ -273,11 +273,16 @@ def test_withheld_kernels_are_tried_by_their_full_name_only() -> None:
     assert measure.refusals(kernel, spec, ["emulated.sage1_b"]) == ()
 
 
-def test_kernels_come_first_by_what_is_most_telling() -> None:
+def test_kernels_come_first_by_what_is_most_telling(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [v.name for v in measure.kernels(torch.device("cuda"))]
     assert not [name for name in found if name.startswith(("emulated", "sdpa"))]
     main = [name for name in found if name.split(".")[1] in measure.FIRST]
     assert found[: len(main)] == main
+    monkeypatch.setattr(measure, "arch_of", lambda device: 80)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert "cuda_mma.sage1_b_f32" not in main
+    ampere = [v.name for v in measure.kernels(torch.device("cuda"))]
+    assert "cuda_mma.sage1_b_f32" in ampere[: len(main) + 1]
     assert measure.kernels(CPU, ["triton.sage1_b"]) == []
 
 

@@ -10,7 +10,7 @@ import torch
 from sagepatch.backends.selfcheck import known_call
 from sagepatch.bench.check import NO_TIME, Check, known_answers, said
 from sagepatch.bench.clock import Budget, Clock, EventClock
-from sagepatch.bench.measure import FIRST, Measured, Row, kernels, measure, refusals
+from sagepatch.bench.measure import Measured, Row, is_main, kernels, measure, refusals
 from sagepatch.bench.shapes import SMALL, STANDARD, Shape
 from sagepatch.variant import Variant
 
@@ -64,7 +64,7 @@ def collect(
     if clock is None and device.type == "cuda":
         clock = EventClock(device)
     variants = kernels(device, recipes)
-    main = [variant for variant in variants if recipes or variant.recipe.name in FIRST]
+    main = [variant for variant in variants if recipes or is_main(variant, device)]
     others = [variant for variant in variants if variant not in main]
     turns = [main, others] if others else [main]
     steps = len(turns) * (1 + len(shapes))

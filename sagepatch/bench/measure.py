@@ -25,7 +25,7 @@ from sagepatch.bench.shapes import Shape
 from sagepatch.dispatch import Request, candidates
 from sagepatch.numerics.attention import exact
 from sagepatch.numerics.metrics import compare
-from sagepatch.spec import AttnSpec, Call
+from sagepatch.spec import AttnSpec, Call, arch_of
 from sagepatch.variant import Variant
 
 # Peers take turns this often, each this many runs at a time.
@@ -106,9 +106,17 @@ def kernels(device: torch.device, recipes: Sequence[str] = ()) -> list[Variant]:
         return not recipes or variant.recipe.name in recipes or variant.name in recipes
 
     def place(variant: Variant) -> tuple[bool, int]:
-        return variant.recipe.name not in FIRST, TOOLCHAINS.index(variant.toolchain)
+        return not is_main(variant, device), TOOLCHAINS.index(variant.toolchain)
 
     return sorted(filter(wanted, CATALOGUE), key=place)
+
+
+def is_main(variant: Variant, device: torch.device) -> bool:
+    """Whether a kernel is one of those that are measured before the others, which is what goes
+    first on this GPU in any case.
+    """
+    arch = arch_of(device) if device.type == "cuda" and torch.cuda.is_available() else None
+    return variant.recipe.name in FIRST or arch in variant.first_on
 
 
 def refusals(variant: Variant, spec: AttnSpec, recipes: Sequence[str] = ()) -> tuple[str, ...]:
