@@ -102,6 +102,12 @@ class PatchedLayer:
         default_factory=lambda: Bounded(MOST_SPECS), repr=False
     )
 
+    # Of a layer that runs exact attention: kinds of call, as the patcher tells them apart, that
+    # may go to torch as they came.
+    passes: Bounded[tuple[Any, ...], AttnSpec] = field(
+        default_factory=lambda: Bounded(MOST_SPECS), repr=False
+    )
+
     def __post_init__(self) -> None:
         number = next(_numbers)
         # One number, read inside the op: an attribute that differs by layer without a recompile by
@@ -130,6 +136,15 @@ class PatchedLayer:
     def _forget(self) -> None:
         # New ones: another thread may be about to write what it chose before.
         self._chosen, self.ways = Bounded(MOST_SPECS), Bounded(MOST_SPECS)
+        self.passes = Bounded(MOST_SPECS)
+
+    @property
+    def passing(self) -> bool:
+        """Whether all that this layer does with a call is to count it: settled on exact attention
+        throughout the schedule.
+        """
+        exact = self.request.variant in ("exact", SDPA.name)
+        return exact and self.observer is None and not self.parts and self.demoted is None
 
     @property
     def runs(self) -> str:

@@ -30,6 +30,7 @@ from sagepatch.patchers.code import (
     takes_softmax,
     uses_attention_interface,
 )
+from sagepatch.patchers.passing import counted, form_of, passing, remember
 from sagepatch.patchers.sdpa_direct import call_directly, direct
 from sagepatch.patchers.site import Found, Left, Site, Swap
 from sagepatch.spec import Call
@@ -73,6 +74,10 @@ class SdpaRedirect(TorchFunctionMode):
 
 def answer(handle: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `F.scaled_dot_product_attention(*args, **kwargs)` gives in the layer of `handle`."""
+    layer = passing(handle)
+    form = None if layer is None else form_of(*args, **kwargs)
+    if layer is not None and form is not None and counted(layer, form):
+        return F.scaled_dot_product_attention(*args, **kwargs)
     call = sdpa_call(*args, **kwargs)
     if isinstance(call, str):
         reason = call
@@ -81,7 +86,10 @@ def answer(handle: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     elif needs_grad(call):
         reason = TRAINING
     else:
-        return run(call, handle=handle)[0]
+        out = run(call, handle=handle)[0]
+        if layer is not None and form is not None:
+            remember(layer, form, call)
+        return out
     count_elsewhere(handle, reason)
     return F.scaled_dot_product_attention(*args, **kwargs)
 

@@ -1,0 +1,103 @@
+"""Layers that run exact attention: calls go to torch as they came, and the account is whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import sagepatch
+from sagepatch.dispatch import Request
+
+
+class Attention(nn.Module):
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        return F.scaled_dot_product_attention(x, x.flip(2), x.roll(1, 2), **options)
+
+
+def x(tokens: int = 40) -> Tensor:
+    return torch.randn(1, 2, tokens, 16, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return Attention().eval()
+
+
+def account(patch: sagepatch.Patch) -> dict[tuple[int, bool], int]:
+    """Calls by tokens and whether they were causal."""
+    specs = patch.layers[0].record.specs
+    return {(spec.q_len, spec.causal_offset is not None): count for spec, count in specs.items()}
+
+
+def test_every_call_is_counted_by_its_kind(model: nn.Module) -> None:
+    with torch.no_grad(), sagepatch.apply(model, variant="exact") as patch:
+        for tokens, options in ((40, {}), (40, {}), (24, {}), (40, {"is_causal": True}), (40, {})):
+            plain = Attention()(x(tokens), **options)
+            assert torch.equal(model(x(tokens), **options), plain)
+        assert account(patch) == {(40, False): 3, (24, False): 1, (40, True): 1}
+        assert dict(patch.layers[0].record.by_variant) == {"sdpa.exact": 5}
+
+
+def test_the_second_call_reaches_torch_itself(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[tuple[Any, ...]] = []
+    plain = F.scaled_dot_product_attention
+    mask = torch.ones(40, 40, dtype=torch.bool)
+    with torch.no_grad(), sagepatch.apply(model, variant="exact"):
+        model(x(), attn_mask=mask)
+
+        def other(*args: Any, **kwargs: Any) -> Tensor:
+            heard.append((args, kwargs))
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(F, "scaled_dot_product_attention", other)
+        model(x(), attn_mask=mask)
+    ((args, kwargs),) = heard
+    assert len(args) == 3
+    # Untouched: not expanded, no scale written in.
+    assert list(kwargs) == ["attn_mask"]
+    assert kwargs["attn_mask"] is mask
+
+
+def test_a_layer_told_otherwise_passes_nothing(model: nn.Module) -> None:
+    with torch.no_grad(), sagepatch.apply(model, variant="exact", emulate=True) as patch:
+        exact = [model(x()) for _ in range(2)][1]
+        patch.layers[0].run_with(Request("emulated.sage1_b", emulate=True), "test")
+        assert not torch.equal(model(x()), exact)
+        patch.layers[0].run_with(Request("exact"), "test")
+        assert torch.equal(model(x()), exact)
+
+
+def test_gradients_are_counted_as_such(model: nn.Module) -> None:
+    with sagepatch.apply(model, variant="exact") as patch:
+        with torch.no_grad():
+            model(x())
+            model(x())
+        y = x().requires_grad_()
+        model(y).sum().backward()
+        assert y.grad is not None
+        assert patch.layers[0].record.calls == 3
+        assert [count for reason, count in patch.layers[0].record.fallbacks.items()] == [1]
+
+
+def test_another_mode_is_told_of_the_call(model: nn.Module) -> None:
+    class Watching(TorchFunctionMode):
+        seen = 0
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.seen += func is F.scaled_dot_product_attention
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad(), sagepatch.apply(model, variant="exact"):
+        model(x())
+        with Watching() as watching:
+            model(x())
+    assert watching.seen == 1
