@@ -1,9 +1,10 @@
 """The Hopper kernel and memory: layouts, queries as they come, bytes that are not finite, streams,
-graphs, very long calls and offsets past 2^31.
+threads, devices, graphs, very long calls, many heads and offsets past 2^31.
 """
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -13,10 +14,13 @@ pytest.importorskip("cuda.bindings.nvrtc")
 
 from cuda_support import DEVICE, check, every_recipe, make, needs_hopper
 
+from sagepatch.backends import selfcheck
+from sagepatch.backends.catalogue import CUDA
 from sagepatch.backends.cuda import attention
 from sagepatch.numerics.exact import exact
 from sagepatch.numerics.metrics import compare
 from sagepatch.numerics.recipe import RECIPES
+from sagepatch.spec import Call
 
 pytestmark = needs_hopper
 
@@ -108,3 +112,103 @@ def test_very_long_and_past_two_to_the_31st(name):
     out, _ = attention.run(replace(small, q=q, k=k, v=v), recipe)
     alone, _ = attention.run(small, recipe)
     assert torch.equal(out[:, -1], alone[0, :1])
+
+
+def _strided(kind: str, t: torch.Tensor) -> torch.Tensor:
+    if kind == "tokens first":
+        return t.transpose(1, 2).contiguous().transpose(1, 2)
+    if kind == "last stride":
+        return t.mT.contiguous().mT
+    if kind == "every other":
+        return t.repeat_interleave(2, 2)[:, :, ::2]
+    if kind == "odd address":
+        return torch.cat([t.flatten()[:1], t.flatten()])[1:].view_as(t)
+    return t[:1].expand(2, -1, -1, -1)
+
+
+# case 7
+@pytest.mark.parametrize(
+    "kind", ["tokens first", "last stride", "every other", "odd address", "batch stride 0"]
+)
+@every_recipe
+def test_strides_are_read_as_they_are(recipe, kind):
+    call = make((2, 2, 2, 70, 90, 64))
+    q, k, v = (_strided(kind, t) for t in (call.q, call.k, call.v))
+    before = [t.clone() for t in (q, k, v)]
+    out, _ = attention.run(replace(call, q=q, k=k, v=v), recipe)
+    plain, _ = attention.run(
+        replace(call, q=before[0].contiguous(), k=before[1].contiguous(), v=before[2].contiguous()),
+        recipe,
+    )
+    assert torch.equal(out, plain)
+    assert all(torch.equal(a, b) for a, b in zip(before, (q, k, v), strict=True))
+
+
+few = pytest.mark.parametrize("name", ["sage2_8", "sage2pp_8_d4", "sage1_b_f32"])
+
+
+# case 4
+@pytest.mark.parametrize("shape", [(65536, 1, 1, 16, 16, 40), (1, 65536, 65536, 10, 10, 64)])
+@few
+def test_more_heads_than_a_grid_axis(name, shape):
+    recipe = RECIPES[name]
+    call = make(shape)
+    out, _ = attention.run(call, recipe)
+    assert out.isfinite().all()
+    axis = 0 if shape[0] > 1 else 1
+    for part in (slice(0, 8), slice(-8, None)):
+        at = (part,) if axis == 0 else (slice(None), part)
+        alone = Call(call.q[at], call.k[at], call.v[at], call.scale)
+        assert torch.equal(out[at], check(alone, recipe))
+
+
+# case 55
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@few
+def test_tensors_on_a_device_that_is_not_current(name):
+    call = make((2, 4, 2, 130, 257, 64))
+    there = Call(*(t.to("cuda:1") for t in (call.q, call.k, call.v)), call.scale)
+    expected, _ = attention.run(call, RECIPES[name])
+    out, _ = attention.run(there, RECIPES[name])
+    assert out.device.index == 1
+    assert torch.equal(out.cpu(), expected.cpu())
+
+
+# case 50
+def test_threads_share_kernels():
+    names = ["sage2_8", "sage2pp_8_d4", "sage1_b"]
+    call = make((2, 4, 2, 130, 257, 64))
+    expected = {name: attention.run(call, RECIPES[name])[0] for name in names}
+    wrong: list[str] = []
+
+    def work(turn: int) -> None:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for step in range(30):
+                name = names[(turn + step) % len(names)]
+                out, _ = attention.run(call, RECIPES[name])
+                stream.synchronize()
+                if not torch.equal(out, expected[name]):
+                    wrong.append(name)
+
+    threads = [threading.Thread(target=work, args=(turn,)) for turn in range(4)]
+    torch.cuda.synchronize()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+# case 61
+@pytest.mark.parametrize("variant", CUDA, ids=lambda v: v.name)
+def test_every_kernel_knows_its_answer(variant, tmp_path, monkeypatch):
+    monkeypatch.setenv("SAGEPATCH_CACHE_DIR", str(tmp_path))
+    selfcheck._RESULTS.clear()
+    assert selfcheck.failure(variant) is None
+    assert len(list((tmp_path / "checks").iterdir())) == 1
+    # A second process does not run it again.
+    selfcheck._RESULTS.clear()
+    monkeypatch.setattr(selfcheck, "_check", lambda *_: "ran again")
+    assert selfcheck.failure(variant) is None
+    selfcheck._RESULTS.clear()
