@@ -143,7 +143,7 @@ def main() -> None:
     pipe.set_progress_bar_config(disable=True)
     exact = latents(pipe)
     # Every part of the schedule, whatever measuring takes.
-    pace.Pace._admits = lambda self, place: place.step in sampled_steps(place.steps)
+    pace._admits = lambda walk, place, held: place.step in sampled_steps(place.steps)
     calibration = sagepatch.calibrate(pipe, run=lambda: latents(pipe), emulate=True)
     rows = []
     for kind, what, draw in plans(calibration, count):

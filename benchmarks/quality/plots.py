@@ -58,7 +58,9 @@ def pictures() -> None:
     )
     bars.set_yticks(list(places), [row["condition"] for row in rows], fontsize=7.5)
     bars.invert_yaxis()
-    bars.set_xlabel(f"PSNR against exact, dB; mean and sd of {rows[0]['n']} pictures")
+    counts = sorted({int(row["n"]) for row in rows})
+    drawn = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    bars.set_xlabel(f"PSNR against exact, dB; mean and sd of {drawn} pictures")
     by_name: dict[str, list[tuple[int, float]]] = {}
     for row in read(HERE / demo("steps")):
         if row["condition"] in CURVES and float(row["error_mean"]) > 0:
@@ -80,27 +82,30 @@ def language() -> None:
         (axes[1], "positions", "band_end", "position in a context of 32k, up to"),
     ):
         _curves(axis, read(HERE / f"language_{name}.csv"), key)
-        axis.set_yscale("symlog", linthresh=1e-4)
+        axis.set_yscale("symlog", linthresh=2e-3)
         axis.axhline(0, color="#555555", linewidth=0.8)
         axis.set_xlabel(label)
         axis.set_ylabel("loss less that of exact attention, nats")
     rows = [r for r in read(HERE / "language_recall.csv") if not r["band_end"]]
     kept = [r for r in rows if r["measure"] == "retrieval"]
-    for name, colour in {"exact": "#000000", **CURVES}.items():
+    right = {int(r["length"]): 100 * float(r["mean"]) for r in kept if r["condition"] == "exact"}
+    for name, colour in CURVES.items():
         points = [
-            (int(r["length"]), *(100 * float(r[f"mean{e}"]) for e in ("", "_low", "_high")))
+            (int(r["length"]), *(100 * float(r[f"minus_exact{e}"]) for e in ("", "_low", "_high")))
             for r in kept
             if r["condition"] == name
         ]
         if points:
             x, y, low, high = (np.array(column) for column in zip(*points, strict=True))
-            axes[2].errorbar(
-                x, y, yerr=[y - low, high - y], color=colour, marker=".", capsize=2, label=name
-            )
+            axes[2].errorbar(x, y, yerr=[y - low, high - y], color=colour, marker=".", capsize=2)
     axes[2].set_xscale("log", base=2)
-    axes[2].set_xlabel("tokens of context")
-    axes[2].set_ylabel("keys whose value was given whole, %")
-    axes[0].legend(fontsize=7)
+    axes[2].axhline(0, color="#555555", linewidth=0.8)
+    shown = [f"{length // 1024}k\n({value:.0f} %)" for length, value in right.items()]
+    axes[2].set_xticks(list(right), shown)
+    axes[2].set_xlabel("tokens of context (right by exact attention)")
+    axes[2].set_ylabel("values retrieved, points more than by exact")
+    axes[0].legend(fontsize=7, loc="upper left", ncols=2)
+    axes[0].set_ylim(top=1.0)
     _save(figure, "language")
 
 

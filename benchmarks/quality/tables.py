@@ -23,7 +23,7 @@ def command_of(module: str, words: Sequence[str]) -> str:
     'python -m benchmarks.quality.demo --captions 4'
     """
     kept = list(words)
-    for option in ("--out", "--commit"):
+    for option in ("--out", "--commit", "--keep"):
         while option in kept:
             at = kept.index(option)
             del kept[at : at + 2]
