@@ -58,12 +58,15 @@ class Policy:
 
 
 class Way(NamedTuple):
-    """How a layer serves calls of one kind, where its kernel was launched for one before."""
+    """How a layer serves calls of one kind, as it served one before: by launches that are known, or
+    by exact attention, and then `fallback` is why where that is not what it was told.
+    """
 
     spec: AttnSpec
     runs: str
-    prepared: Prepared
+    prepared: Prepared | None
     guard: DeviceGuard | None
+    fallback: str | None
 
 
 @dataclass(eq=False)

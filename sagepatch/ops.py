@@ -216,11 +216,11 @@ def run_layer(layer: PatchedLayer, call: Call) -> tuple[Tensor, Tensor | None]:
     except Exception as error:
         error.add_note(f"raised by {variant.name} in layer {layer.name} on {spec}")
         raise
-    if kind is not None and variant is not SDPA and not capturing(spec):
+    if kind is not None and not capturing(spec):
         flags = None if guard is None else guard.flags
         prepared = find(variant.toolchain, call, variant.recipe, flags)
-        if prepared is not None:
-            ways[kind] = Way(spec, variant.name, prepared, guard)
+        if prepared is not None or variant is SDPA:
+            ways[kind] = Way(spec, variant.name, prepared, guard, fallback)
     if guard is not None or variant is SDPA or not _guarded_now(layer, call) or _finite(out):
         return out, lse
     exact, exact_lse = run_exact(call)
@@ -234,13 +234,17 @@ def run_layer(layer: PatchedLayer, call: Call) -> tuple[Tensor, Tensor | None]:
 
 
 def _run_again(layer: PatchedLayer, way: Way, call: Call) -> tuple[Tensor, Tensor | None]:
-    """Run a call of a kind that the layer's kernel was launched for before."""
+    """Run a call of a kind that the layer served before."""
+    prepared, guard = way.prepared, way.guard
     layer.record.ran(way.spec, way.runs)
-    guard = way.guard
+    if way.fallback is not None:
+        layer.record.fell_back(way.fallback)
     try:
+        if prepared is None:
+            return run_exact(call)
         if guard is None:
-            return again(way.prepared, call)
-        out, lse = again(way.prepared, call, guard.flags)
+            return again(prepared, call)
+        out, lse = again(prepared, call, guard.flags)
         layer.heed(guard.verdict(), way.runs)
         return out, lse
     except Exception as error:

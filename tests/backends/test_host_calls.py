@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 import sagepatch
 from sagepatch import known, ops
 from sagepatch.backends import prepared
-from sagepatch.backends.catalogue import BY_NAME
+from sagepatch.backends.catalogue import BY_NAME, SDPA
 from sagepatch.backends.cuda import attention as cuda_attention
 from sagepatch.backends.triton import attention as triton_attention
 from sagepatch.dispatch import Request
@@ -254,6 +254,22 @@ def test_the_guard_of_a_layer_is_asked_in_every_call(driver, monkeypatch):
         run(Call(q, k, v, 0.125), handle=one.handle)
         assert flags.data_ptr() in driver.values(-1)
     assert one.demoted is not None
+    assert not one.ways
+
+
+@pytest.mark.parametrize("reason", [None, "no kernel for it"])
+def test_exact_layers_choose_once_too(driver, monkeypatch, reason):
+    monkeypatch.setattr(PatchedLayer, "_decide", lambda self, spec, request: (SDPA, reason))
+    one = make_layer()
+    one.run_with(Request(CUDA), "asked")
+    q, k, v = tensors()
+    outs = [run(Call(q, k, v, 0.125), handle=one.handle)[0] for _ in range(2)]
+    entered = steps(lambda: outs.append(run(Call(q, k, v, 0.125), handle=one.handle)[0]))
+    assert not {"spec", "choose"} & set(entered)
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    assert one.record.by_variant == {SDPA.name: 3}
+    assert one.record.fallbacks == ({} if reason is None else {reason: 3})
+    one.run_with(Request(CUDA), "asked again")
     assert not one.ways
 
 
