@@ -64,6 +64,7 @@ class Variant:
     ran_on: frozenset[int] = field(default_factory=frozenset)
     numerics_version: int = 1
     withheld: str | None = None  # why only a request by full name reaches this kernel
+    note: str | None = None  # what its name does not say
 
     @property
     def name(self) -> str:

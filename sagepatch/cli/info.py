@@ -72,4 +72,14 @@ def state(variant: Variant, machine: Machine) -> str:
         return f"disabled: {failed}"
     if variant.withheld is not None:
         return f"withheld, by full name only: {variant.withheld}"
-    return variant.untried(arch) or "ready"
+    said = (variant.untried(arch) or "ready", _tiles(variant, arch), variant.note)
+    return "; ".join(part for part in said if part)
+
+
+def _tiles(variant: Variant, arch: int) -> str | None:
+    """What has to be said of the tiles of a Triton kernel where nobody measured them."""
+    if variant.toolchain != "triton":
+        return None
+    from sagepatch.backends.triton.tiles import is_tuned
+
+    return None if is_tuned(arch) else f"tiles not tuned for sm_{arch}: a default that fits"

@@ -223,6 +223,23 @@ class TestInfo:
         assert said[86] == "compiled, arithmetic checked on sm_90, not yet run on sm_86"
         assert said[90].startswith("not for sm_90: made for sm_80, sm_86")
 
+    def test_tiles_that_nobody_tuned_and_codes_that_travel_wider(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(info, "unusable", lambda variant: None)
+        monkeypatch.setattr(info, "last_failure", lambda variant: None)
+
+        def state(name: str, arch: int) -> str:
+            machine = Machine("Linux", "3.12", {}, "13.0", (Gpu("G", arch, 1),), ())
+            return info.state(BY_NAME[name], machine)
+
+        assert state("triton.sage1_b", 90) == "ready"
+        assert state("triton.sage1_b", 80).endswith(
+            "not yet run on sm_80; tiles not tuned for sm_80: a default that fits"
+        )
+        assert "4-bit codes travel as INT8" in state("triton.sage2_4_f16", 90)
+        assert "travel" not in state("cuda_mma.sage2_4_f16", 86)
+
 
 class TestBench:
     """On a CPU: errors of emulated kernels, and no time."""
