@@ -43,8 +43,10 @@ CANDIDATE_RECIPES = (
 )
 # Of these at most so many a tier, the first that serve the call.
 MOST_OF_TIER = {"fast": 4, "safe": 2}
-# Emulations are slow: one or two of each tier.
+# Emulations are slow: one or two of each tier, and in a schedule of fewer than so many steps, whose
+# own time pays for no more, one.
 EMULATED_RECIPES = ("sage2pp_8", "sage2_8", "sage1_b", "sage1_b_f32")
+EMULATED_FEW, FEW_STEPS = ("sage2pp_8", "sage1_b"), 6
 
 
 @dataclass(eq=False)
@@ -144,6 +146,9 @@ class LayerCalibration:
         order = [variant for variant in order if variant.name not in lost]
         room = self.pace.room(place, timing) if timed else math.inf
         many = self.costs.affordable(room, len(order))
+        if place is not None and place.steps < FEW_STEPS and self.done is None and not timed:
+            order = sorted(order, key=lambda variant: variant.recipe.name not in EMULATED_FEW)
+            many = sum(variant.recipe.name in EMULATED_FEW for variant in order) or many
         taken: dict[str, Rows] = {}
         with self.costs.counting("candidate", of=taken):
             for variant in order[:many]:

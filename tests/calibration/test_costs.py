@@ -13,6 +13,7 @@ from sagepatch.backends.catalogue import BY_NAME
 from sagepatch.calibration import capture
 from sagepatch.calibration import measure as measuring
 from sagepatch.calibration.capture import LayerCalibration
+from sagepatch.calibration.choose import LEAST_GAIN, LEAST_GAIN_US
 from sagepatch.calibration.costs import Costs, by_use
 from sagepatch.calibration.measure import Stopwatch
 from sagepatch.calibration.pace import Pace
@@ -34,20 +35,23 @@ class Clock:
 
 
 def test_what_no_plan_takes_is_measured_last() -> None:
+    exact = 1000.0
+    # As much faster than exact attention as a plan asks for, and how much more or less.
+    paying = exact - max(LEAST_GAIN_US, LEAST_GAIN * exact)
     us = {
-        "triton.sage2pp_8": 84.0,
-        "triton.sage2_8": 80.0,
-        "triton.sage1_b": 130.0,
-        "triton.sage1_b_f32": 85.0,
+        "triton.sage2pp_8": paying - 2,
+        "triton.sage2_8": paying - 3,
+        "triton.sage1_b": exact + 1,
+        "triton.sage1_b_f32": paying - 1,
     }
 
     def order(us_exact: float | None) -> list[str]:
         return [variant.recipe.name for variant in by_use(KERNELS, us, us_exact)]
 
     # The fastest of each tier that pays, then the others that do, then those that do not.
-    assert order(100.0) == ["sage2_8", "sage1_b_f32", "sage2pp_8", "sage1_b"]
-    # 85 of 94 is too little: 10 us are asked for.
-    assert order(94.0) == ["sage2_8", "sage2pp_8", "sage1_b_f32", "sage1_b"]
+    assert order(exact) == ["sage2_8", "sage1_b_f32", "sage2pp_8", "sage1_b"]
+    # The safe one does not pay any more.
+    assert order(exact - 1.5) == ["sage2_8", "sage2pp_8", "sage1_b_f32", "sage1_b"]
     assert order(1.0) == ["sage2_8", "sage2pp_8", "sage1_b_f32", "sage1_b"]
     assert order(None) == list(RECIPES)
 
@@ -164,3 +168,17 @@ def test_tables_keep_what_was_skipped() -> None:
     del old["preparing_seconds"], old["layers"][0]["rows"][0]["skipped"]
     back = parsed(json.dumps(old), "t")
     assert (back["layers"][0][2][0].skipped, back["preparing_seconds"]) == ((), 0.0)
+
+
+# case 58
+def test_a_short_schedule_emulates_one_candidate_a_tier() -> None:
+    for steps, wanted in ((4, {"sage2pp_8", "sage1_b"}), (8, set(RECIPES))):
+        pace = Pace(Clock())
+        one, table = layer(), LayerCalibration(Stopwatch(), None, pace)
+        with pace.running("a"):
+            for step in range(steps):
+                one.schedule.place = lambda s=step, of=steps: Place(s, of)
+                table.observe(one, call(seed=step))
+        made = LayerTable("a", "self", tuple(table.rows))
+        assert set(made.names) == {f"emulated.{name}" for name in wanted}
+        assert set(made.unmeasured) == {f"emulated.{name}" for name in set(RECIPES) - wanted}

@@ -11,6 +11,7 @@ from models.layers import call, entry, layer
 from sagepatch.backends.catalogue import BY_NAME, CATALOGUE, SDPA
 from sagepatch.calibration import measure as measuring
 from sagepatch.calibration import reuse
+from sagepatch.calibration.choose import LEAST_GAIN_US
 from sagepatch.calibration.measure import Stopwatch
 from sagepatch.calibration.reuse import (
     FirstLook,
@@ -127,10 +128,10 @@ class TestTimeAgain:
         assert new.alternatives == {FAST: 1, SAFE: 1}
 
     def test_a_kernel_that_gains_too_little_here_is_not_taken(self, clock) -> None:
-        clock[SDPA.name] = clock[FAST] + 9.0
+        clock[SDPA.name] = clock[FAST] + LEAST_GAIN_US - 1
         _, new = self.settled(entry("x", FAST))
         assert (new.variant, new.alternatives) == (SDPA.name, {FAST: 1})
-        clock[SDPA.name] = clock[FAST] + 10.0
+        clock[SDPA.name] = clock[FAST] + LEAST_GAIN_US
         assert self.settled(entry("x", FAST))[1].variant == FAST
 
     def test_an_entry_that_was_exact_for_speed_may_quantise_here(self, clock) -> None:
