@@ -38,8 +38,10 @@ def explain(
         int | None, typer.Option(help="With --causal: keys - queries. Default 0.")
     ] = None,
     window: Annotated[int | None, typer.Option(min=1, help="Sliding window.")] = None,
-    softcap: Annotated[bool, typer.Option("--softcap")] = False,
-    sinks: Annotated[bool, typer.Option("--sinks")] = False,
+    softcap: Annotated[bool, typer.Option("--softcap", help="Scores through a tanh.")] = False,
+    sinks: Annotated[
+        bool, typer.Option("--sinks", help="A score of each head's own that no key has.")
+    ] = False,
     packed: Annotated[bool, typer.Option("--packed", help="Several sequences in one.")] = False,
     variant: Annotated[
         str, typer.Option(help="Look only at a tier, a recipe or a full name.")
