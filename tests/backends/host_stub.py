@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,6 +19,16 @@ from sagepatch.backends.driver import Config
 from sagepatch.backends.parameters import Layout
 
 STREAM = 64
+
+
+@dataclass(eq=False)
+class Compiled:
+    """What of a kernel that Triton compiled makes a launch."""
+
+    src: Any
+    metadata: Any
+    asm: Any
+    function: int
 
 
 class Driver:
@@ -109,9 +119,7 @@ def _install_triton(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> None:
         types = {name: _kind(arg) for name, arg in zip(names, args, strict=False)}
         made = build(kernel, types, constants, 90, **options)
         function = 1000 + len(driver.layouts)
-        compiled = SimpleNamespace(
-            src=made.src, metadata=made.metadata, asm=made.asm, function=function
-        )
+        compiled = Compiled(made.src, made.metadata, made.asm, function)
         recording.launches.append((compiled, programs, [*args, *constants.values()]))
         driver.layouts[function] = Layout.of("")
 

@@ -165,13 +165,13 @@ def test_a_launch_of_another_kind_is_left_to_triton(driver, monkeypatch):
         {"global_scratch_size": 128},
         {"profile_scratch_size": 128},
     ):
-        other = SimpleNamespace(**{**vars(compiled), "metadata": said._replace(**change)})
+        other = replace(compiled, metadata=said._replace(**change))
         assert links_of(Recording([(other, programs, args)]), {}) is None
     signature = dict(compiled.src.signature)
     name = next(name for name, kind in signature.items() if kind == "i32")
     for kind in ("i64", "fp64"):
         src = SimpleNamespace(signature={**signature, name: kind})
-        other = SimpleNamespace(**{**vars(compiled), "src": src})
+        other = replace(compiled, src=src)
         assert links_of(Recording([(other, programs, args)]), {}) is None
 
 

@@ -23,10 +23,14 @@ from sagepatch.spec import Call
 ALIGNMENT = 512
 # Of the parameters of our kernels, the softmax scale times log2(e).
 FACTOR_NAME = "factor"
-_LETTERS = {"i1": FLAG, "i8": FLAG, "i32": INT, "u32": INT, "i64": LONG, "u64": LONG}
+_LETTERS = {
+    **{"i1": FLAG, "i8": FLAG, "i32": INT, "u32": INT},
+    **{"i64": LONG, "u64": LONG, "fp32": FLOAT},
+}
 # Triton numbers the types of tensor maps as the device does, the driver otherwise.
 _TYPES = {8: 10, 9: 8, 10: 9}
 MOST_MAPS = 8192
+MOST_KERNELS = 1024
 
 
 @dataclass(slots=True)
@@ -125,48 +129,66 @@ def _link(
     constants, a descriptor as its map, shape and strides, and two pointers to scratch memory of its
     own, which our kernels have not.
     """
+    layout = _layout_of(compiled)
+    if layout is None:
+        return None
+    found = list[Argument]()
+    described = iter(compiled.metadata.tensordesc_meta or ())
+    for (name, kind), arg in zip(compiled.src.signature.items(), args, strict=True):
+        if kind == "constexpr":
+            continue
+        if kind.startswith("tensordesc"):
+            at = moving(arg.base)
+            encode = partial(_encoded, *_map_form(next(described), arg))
+            found += [MovingMap(at.value, at.offset, encode), *arg.shape, *arg.strides]
+        elif kind.startswith("*"):
+            found.append(moving(arg))
+        elif name == FACTOR_NAME:
+            found.append(Moving(prepared.FACTOR))
+        else:
+            found.append(arg)
+    return Link(
+        name=compiled.metadata.name,
+        function=compiled.function,
+        blocks=programs,
+        threads=32 * compiled.metadata.num_warps,
+        shared_bytes=compiled.metadata.shared,
+        layout=layout,
+        args=(*found, 0, 0),
+        owner=compiled,
+    )
+
+
+@lru_cache(maxsize=MOST_KERNELS)
+def _layout_of(compiled: Any) -> Layout | None:
+    """The parameters of a compiled kernel; None where it asks for more than a plain launch has, or
+    its machine code takes others than its signature says.
+    """
     said = compiled.metadata
     if said.num_ctas != 1 or said.launch_cooperative_grid or said.launch_pdl:
         return None
     if said.global_scratch_size or said.profile_scratch_size:
         return None
-    letters, found = "", list[Argument]()
+    letters = ""
     described = iter(said.tensordesc_meta or ())
-    for (name, kind), arg in zip(compiled.src.signature.items(), args, strict=True):
+    for kind in compiled.src.signature.values():
         if kind == "constexpr":
             continue
         if kind.startswith("tensordesc"):
-            at, form = moving(arg.base), next(described, None)
+            form = next(described, None)
             if form is None:
                 return None
-            letters += MAP + INT * len(arg.shape) + LONG * len(arg.strides)
-            encode = partial(_encoded, *_map_form(form, arg))
-            found += [MovingMap(at.value, at.offset, encode), *arg.shape, *arg.strides]
+            rank = len(form["block_size"])
+            letters += MAP + INT * rank + LONG * rank
         elif kind.startswith("*"):
             letters += POINTER
-            found.append(moving(arg))
-        elif kind == "fp32":
-            letters += FLOAT
-            found.append(Moving(prepared.FACTOR) if name == FACTOR_NAME else arg)
         elif kind in _LETTERS:
             letters += _LETTERS[kind]
-            found.append(arg)
         else:
             return None
     layout = Layout.of(letters + 2 * POINTER)
     (made,) = (r for r in resources(compiled.asm["cubin"]) if r.kernel == said.name)
-    if layout.sizes != tuple(size for _, size in made.params):
-        return None
-    return Link(
-        name=said.name,
-        function=compiled.function,
-        blocks=programs,
-        threads=32 * said.num_warps,
-        shared_bytes=said.shared,
-        layout=layout,
-        args=(*found, 0, 0),
-        owner=compiled,
-    )
+    return layout if layout.sizes == tuple(size for _, size in made.params) else None
 
 
 def _map_form(form: dict[str, Any], descriptor: TensorDescriptor) -> tuple[Any, ...]:
