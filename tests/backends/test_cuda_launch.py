@@ -15,6 +15,7 @@ driver = pytest.importorskip("cuda.bindings.driver")
 from sagepatch.backends.cuda import attention, build, launch  # noqa: E402
 from sagepatch.backends.cuda.launch import Kernel, Layout  # noqa: E402
 from sagepatch.backends.cuda.positions import positions  # noqa: E402
+from sagepatch.backends.driver import Config  # noqa: E402
 from sagepatch.backends.prepared import kind_of  # noqa: E402
 from sagepatch.numerics.recipe import RECIPES  # noqa: E402
 from sagepatch.spec import Call  # noqa: E402
@@ -36,30 +37,24 @@ def launched(monkeypatch):
     seen = []
 
     def fake(config, function, params, extra):
-        offsets = ctypes.cast(params, ctypes.POINTER(ctypes.c_void_p))
-        values = [
-            ctypes.string_at(offsets[i], size) for i, size in enumerate(Layout.of(SIGNATURE).sizes)
-        ]
+        said = Config.from_address(config)
+        sizes = Layout.of(SIGNATURE).sizes
+        places = (ctypes.c_void_p * len(sizes)).from_address(params)
+        values = [ctypes.string_at(at, size) for at, size in zip(places, sizes, strict=True)]
+        attribute = (said.attribute.id, said.attribute.value) if said.count else None
+        if attribute:
+            assert said.attributes == config + Config.attribute.offset
         seen.append(
             (
-                config.gridDimX,
-                config.blockDimX,
-                config.sharedMemBytes,
-                int(config.hStream),
-                values,
-                [
-                    attribute.value.programmaticStreamSerializationAllowed
-                    for attribute in config.attrs
-                ]
-                if config.numAttrs
-                else [],
-                [offsets[i] % 64 for i in (2,)],
+                *(said.grid_x, said.block_x, said.shared_bytes, said.stream),
+                *(values, attribute, places[2] % 64),
             )
         )
-        return (driver.CUresult.CUDA_SUCCESS,)
+        return 0
 
-    monkeypatch.setattr(driver, "cuLaunchKernelEx", fake)
+    monkeypatch.setattr(launch, "launcher", lambda: fake)
     monkeypatch.setattr(launch, "enter", lambda device: None)
+    monkeypatch.setattr(launch.Kernel, "_prepare", lambda kernel, device: None)
     monkeypatch.setattr(
         torch._C, "_cuda_getCurrentRawStream", lambda device: 64 + device, raising=False
     )
@@ -68,7 +63,7 @@ def launched(monkeypatch):
 
 def _kernel(**options):
     settings = {"threads": 128, "shared_bytes": 1024, "programmatic": False, **options}
-    return Kernel("k", None, None, Layout.of(SIGNATURE), **settings)
+    return Kernel("k", None, 5, Layout.of(SIGNATURE), **settings)
 
 
 def test_a_launch_hands_over_every_parameter(launched):
@@ -87,13 +82,48 @@ def test_a_launch_hands_over_every_parameter(launched):
         struct.pack("<Q", 0),
     ]
     assert first[4] == expected
-    assert first[5] == []
-    assert first[6] == [0]
+    assert first[5] is None
+    assert first[6] == 0
 
 
 def test_a_programmatic_launch_says_so(launched):
     _kernel(programmatic=True)(0, 1, 0, 0, MAP, 0.0, 0, 0)
-    assert launched[0][5] == [1]
+    driver = pytest.importorskip("cuda.bindings.driver")
+    serialization = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    assert launched[0][5] == (int(serialization), 1)
+
+
+def test_the_settings_of_a_launch_lie_as_in_cuda_h():
+    driver = pytest.importorskip("cuda.bindings.driver")
+    theirs = driver.CUlaunchConfig()
+    theirs.gridDimX, theirs.gridDimY, theirs.gridDimZ = 7, 1, 1
+    theirs.blockDimX, theirs.blockDimY, theirs.blockDimZ = 96, 1, 1
+    theirs.sharedMemBytes, theirs.hStream = 1024, driver.CUstream(64)
+    ours = Config.of(7, 96, 1024, False)
+    ours.stream = 64
+    size = Config.attribute.offset
+    assert ctypes.string_at(ctypes.addressof(ours), size) == ctypes.string_at(theirs.getPtr(), size)
+
+
+def test_maps_are_numbered_as_in_cuda_h(monkeypatch):
+    driver = pytest.importorskip("cuda.bindings.driver")
+    told = []
+    monkeypatch.setattr(launch, "encode", lambda *arguments: told.append(arguments) or b"")
+    launch.tensor_map.cache_clear()
+    names = {torch.int8: "UINT8", torch.float8_e4m3fn: "UINT8", torch.float16: "FLOAT16"}
+    names |= {torch.bfloat16: "BFLOAT16", torch.float32: "FLOAT32"}
+    for dtype, name in names.items():
+        for swizzle, promotion in ((0, 0), (32, 64), (64, 128), (128, 256)):
+            launch.tensor_map(64, dtype, (4, 8), (8,), (1, 8), swizzle, promotion)
+            pointer, kind, element_bytes, *_, swizzled, promoted = told[-1]
+            assert (pointer, element_bytes) == (64, dtype.itemsize)
+            swizzles, promotions = driver.CUtensorMapSwizzle, driver.CUtensorMapL2promotion
+            said = f"{swizzle}B" if swizzle else "NONE"
+            assert kind == getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{name}")
+            assert swizzled == getattr(swizzles, f"CU_TENSOR_MAP_SWIZZLE_{said}")
+            said = f"L2_{promotion}B" if promotion else "NONE"
+            assert promoted == getattr(promotions, f"CU_TENSOR_MAP_L2_PROMOTION_{said}")
+    launch.tensor_map.cache_clear()
 
 
 def test_a_wrong_number_of_arguments_is_told(launched):
@@ -119,13 +149,9 @@ def test_threads_do_not_share_parameters(launched):
 
 
 def test_a_refusal_of_the_driver_is_raised_with_its_words(monkeypatch, launched):
-    monkeypatch.setattr(
-        driver,
-        "cuLaunchKernelEx",
-        lambda *args: (driver.CUresult.CUDA_ERROR_INVALID_VALUE,),
-    )
-    monkeypatch.setattr(launch, "_text", lambda status: status.name)
-    with pytest.raises(RuntimeError, match="kernel k with 5 blocks: CUDA_ERROR_INVALID_VALUE"):
+    monkeypatch.setattr(launch, "launcher", lambda: lambda *arguments: 1)
+    monkeypatch.setattr(launch, "words", lambda status: f"status {status}")
+    with pytest.raises(RuntimeError, match="kernel k with 5 blocks: status 1"):
         _kernel()(0, 5, 0, 0, MAP, 0.0, 0, 0)
 
 

@@ -17,7 +17,8 @@ from sagepatch.backends.chain import Argument, Link
 from sagepatch.backends.cuda.build import Program, nvrtc_version
 from sagepatch.backends.cuda.build import missing as missing_compiler
 from sagepatch.backends.cuda.cache import kept
-from sagepatch.backends.driver import enter
+from sagepatch.backends.driver import Config, enter, launcher, words
+from sagepatch.backends.driver import tensor_map as encode
 from sagepatch.backends.parameters import MAP_ALIGNMENT, Layout
 
 # Shared memory that a kernel has without asking for more.
@@ -63,15 +64,19 @@ def driver_version() -> tuple[int, int] | None:
     return None if int(status) else (version // 1000, version % 1000 // 10)
 
 
-@dataclass(slots=True)
 class _Frame:
-    """What one thread needs to launch one kernel: memory for the parameters, and the settings."""
+    """Memory for the parameters and settings of one launch, for one call at a time."""
 
-    memory: Any
-    start: int
-    pointers: Any
-    address: int
-    config: Any
+    def __init__(self, kernel: Kernel) -> None:
+        layout = kernel.layout
+        self.memory = ctypes.create_string_buffer(layout.packer.size + MAP_ALIGNMENT)
+        self.start = -ctypes.addressof(self.memory) % MAP_ALIGNMENT
+        first = ctypes.addressof(self.memory) + self.start
+        self.pointers = (ctypes.c_void_p * len(layout.offsets))(
+            *(first + offset for offset in layout.offsets)
+        )
+        self.config = Config.of(0, kernel.threads, kernel.shared_bytes, kernel.programmatic)
+        self.addresses = ctypes.addressof(self.config), ctypes.addressof(self.pointers)
 
 
 @dataclass(eq=False)
@@ -85,13 +90,15 @@ class Kernel:
 
     name: str
     handle: Any
-    function: Any
+    function: int
     layout: Layout
     threads: int
     shared_bytes: int
     programmatic: bool
     _devices: set[int] = field(default_factory=set)
-    _frames: threading.local = field(default_factory=threading.local)
+    # The driver copies parameters before a launch returns: memory of one serves the next. Popping
+    # and appending are atomic.
+    _free: list[_Frame] = field(default_factory=list)
 
     def __call__(self, device: int, blocks: int, *args: int | float | bytes) -> None:
         """Launch `blocks` blocks on the current stream of CUDA device number `device`.
@@ -99,22 +106,21 @@ class Kernel:
         Pointers are integers (`Tensor.data_ptr()`, 0 for none), tensor maps what `tensor_map`
         gives. Raises RuntimeError with the driver's words where it refuses.
         """
-        from cuda.bindings import driver
-
-        frame = getattr(self._frames, "frame", None)
-        if frame is None:
-            frame = self._frames.frame = self._new_frame()
+        try:
+            frame = self._free.pop()
+        except IndexError:
+            frame = _Frame(self)
         if device not in self._devices:
             self._prepare(device)
         enter(device)
         self.layout.packer.pack_into(frame.memory, frame.start, *args)
-        config = frame.config
-        config.gridDimX = blocks
-        # What torch's own compilers use: a Stream object costs the host several times as much.
-        config.hStream = driver.CUstream(torch._C._cuda_getCurrentRawStream(device))
-        (status,) = driver.cuLaunchKernelEx(config, self.function, frame.address, 0)
-        if status != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"kernel {self.name} with {blocks} blocks: {_text(status)}")
+        frame.config.grid_x = blocks
+        frame.config.stream = torch._C._cuda_getCurrentRawStream(device)
+        config, params = frame.addresses
+        status = launcher()(config, self.function, params, None)
+        if status:
+            raise RuntimeError(f"kernel {self.name} with {blocks} blocks: {words(status)}")
+        self._free.append(frame)
 
     def link(self, blocks: int, args: Sequence[Argument]) -> Link:
         """This launch as a link of a chain on the current device."""
@@ -123,7 +129,7 @@ class Kernel:
             self._prepare(device)
         return Link(
             self.name,
-            int(self.function),
+            self.function,
             blocks,
             self.threads,
             self.shared_bytes,
@@ -132,29 +138,6 @@ class Kernel:
             self.programmatic,
             self,
         )
-
-    def _new_frame(self) -> _Frame:
-        from cuda.bindings import driver
-
-        memory = ctypes.create_string_buffer(self.layout.packer.size + MAP_ALIGNMENT)
-        start = -ctypes.addressof(memory) % MAP_ALIGNMENT
-        first = ctypes.addressof(memory) + start
-        pointers = (ctypes.c_void_p * len(self.layout.offsets))(
-            *(first + offset for offset in self.layout.offsets)
-        )
-        config = driver.CUlaunchConfig()
-        config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
-        config.blockDimX = self.threads
-        config.sharedMemBytes = self.shared_bytes
-        if self.programmatic:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = (
-                driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            )
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs = [attribute]
-            config.numAttrs = 1
-        return _Frame(memory, start, pointers, ctypes.addressof(pointers), config)
 
     def _prepare(self, device: int) -> None:
         """Once a device: ask for the dynamic shared memory."""
@@ -208,8 +191,7 @@ def _load(
 
     (kernel,) = _values(driver.cuLibraryGetKernel(library, name.encode()))
     # The driver takes a kernel of a library for a function wherever it launches one.
-    function = driver.CUfunction(int(kernel))
-    return Kernel(name, kernel, function, layout, threads, shared_bytes, programmatic)
+    return Kernel(name, kernel, int(kernel), layout, threads, shared_bytes, programmatic)
 
 
 def _library(program: Program) -> tuple[Any, dict[str, tuple[int, ...]]]:
@@ -236,15 +218,18 @@ def _loaded(program: Program) -> tuple[Any, dict[str, tuple[int, ...]]]:
     return library, params
 
 
-# Bytes an element, and the driver's name of the type.
+# Bytes an element, and the number of the type in cuda.h.
 _MAP_TYPES = {
-    torch.int8: (1, "UINT8"),
-    torch.uint8: (1, "UINT8"),
-    torch.float8_e4m3fn: (1, "UINT8"),
-    torch.float16: (2, "FLOAT16"),
-    torch.bfloat16: (2, "BFLOAT16"),
-    torch.float32: (4, "FLOAT32"),
+    torch.int8: (1, 0),
+    torch.uint8: (1, 0),
+    torch.float8_e4m3fn: (1, 0),
+    torch.float16: (2, 6),
+    torch.float32: (4, 7),
+    torch.bfloat16: (2, 9),
 }
+# What cuda.h numbers, in order.
+_SWIZZLES = (0, 32, 64, 128)
+_PROMOTIONS = (0, 64, 128, 256)
 
 
 @lru_cache(maxsize=_MOST_MAPS)
@@ -264,31 +249,12 @@ def tensor_map(
     `promotion_bytes` (of a fetch into L2) are 0, 32 (swizzle only), 64, 128 or 256 (promotion
     only).
     """
-    from cuda.bindings import driver
-
-    element, name = _MAP_TYPES[dtype]
-    rank = len(shape)
-    swizzle = f"CU_TENSOR_MAP_SWIZZLE_{f'{swizzle_bytes}B' if swizzle_bytes else 'NONE'}"
-    promotion = f"{f'L2_{promotion_bytes}B' if promotion_bytes else 'NONE'}"
-    status, made = driver.cuTensorMapEncodeTiled(
-        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{name}"),
-        rank,
-        pointer,
-        [driver.cuuint64_t(size) for size in reversed(shape)],
-        [driver.cuuint64_t(stride * element) for stride in reversed(strides)],
-        [driver.cuuint32_t(size) for size in reversed(box)],
-        [driver.cuuint32_t(1)] * rank,
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        getattr(driver.CUtensorMapSwizzle, swizzle),
-        getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{promotion}"),
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    element_bytes, kind = _MAP_TYPES[dtype]
+    return encode(
+        *(pointer, kind, element_bytes, shape, strides, box),
+        _SWIZZLES.index(swizzle_bytes),
+        _PROMOTIONS.index(promotion_bytes),
     )
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(
-            f"tensor map of {shape} by {strides}, box {box}, swizzle {swizzle_bytes}: "
-            f"{_text(status)}"
-        )
-    return ctypes.string_at(made.getPtr(), 128)
 
 
 def _values(answer: Sequence[Any]) -> Sequence[Any]:
@@ -296,12 +262,5 @@ def _values(answer: Sequence[Any]) -> Sequence[Any]:
     from cuda.bindings import driver
 
     if answer[0] != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"CUDA driver: {_text(answer[0])}")
+        raise RuntimeError(f"CUDA driver: {words(int(answer[0]))}")
     return answer[1:]
-
-
-def _text(status: Any) -> str:
-    from cuda.bindings import driver
-
-    _, words = driver.cuGetErrorString(status)
-    return f"{status.name} ({words.decode() if words else 'no text'})"
