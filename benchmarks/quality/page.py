@@ -6,6 +6,7 @@ markers.
 
 from __future__ import annotations
 
+import math
 import re
 
 from benchmarks.quality import page_told
@@ -161,6 +162,58 @@ PAPERS = (
 )
 
 
+# The same for language models: S1, table 1, and S2, table 3.
+LANGUAGE_PAPERS = (
+    (
+        "INT8 Q and K per token",
+        "S1, Llama 2 7B, WikiText: perplexity 5.823 exact, 5.824",
+        ("sage1_t",),
+    ),
+    (
+        "the same without K smoothing",
+        "S1, Llama 2 7B: 5.824 per token, 5.825 per block",
+        ("sage1_t without K smoothing", "sage1_b without K smoothing"),
+    ),
+    (
+        "all in FP8 (FlashAttention-3)",
+        "S1, Llama 2 7B: perplexity 5.850",
+        ("E4M3 per tensor",),
+    ),
+    (
+        "INT8 Q and K, FP8 P and V",
+        "S2, Llama 3.1 8B, WikiText: perplexity 6.013 exact, 6.019 with FP32 and 6.020 with FP16 "
+        "sums; needle in a haystack 0.906, 0.903, 0.901",
+        ("sage2_8", "sage2pp_8"),
+    ),
+    ("INT4 Q and K, FP8 P and V", "S2: not given for language", ("sage2_4", "sage2pp_4")),
+)
+
+
+def language_papers() -> list[tuple[str, str, str]]:
+    """Rows of the papers' language models beside ours at its longest context."""
+    if not (HERE / "language_perplexity.csv").exists():
+        return []
+    added = read(HERE / "language_perplexity.csv")
+    asked = [
+        row
+        for row in read(HERE / "language_recall.csv")
+        if row["measure"] == "retrieval" and not row["band_end"]
+    ]
+
+    def told(name: str) -> str:
+        # What takes too long in a long context was measured in shorter ones.
+        loss, right = (
+            max((r for r in rows if r["condition"] == name), key=lambda row: int(row["length"]))
+            for rows in (added, asked)
+        )
+        percent = 100 * math.expm1(float(loss["minus_exact"]))
+        points = 100 * float(right["minus_exact"])
+        where = f"{name} at {int(loss['length']) // 1024}k"
+        return f"{where}: perplexity {percent:+.2f} %, retrieval {points:+.1f} points"
+
+    return [(kind, theirs, "; ".join(map(told, ours))) for kind, theirs, ours in LANGUAGE_PAPERS]
+
+
 def papers() -> str:
     """The papers' end-task numbers beside ours of the same kind."""
     found = {row["condition"]: row for row in read(HERE / demo("pictures"))}
@@ -177,7 +230,7 @@ def papers() -> str:
         )
         for kind, theirs, ours in PAPERS
     ]
-    return table(("what", "theirs", "ours, against exact"), rows)
+    return table(("what", "theirs", "ours, against exact"), [*rows, *language_papers()])
 
 
 TABLES = {
