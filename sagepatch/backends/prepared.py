@@ -128,15 +128,17 @@ def kind_of(call: Call) -> tuple[Any, ...]:
     at = q.data_ptr(), k.data_ptr(), v.data_ptr()
     return (
         *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
-        *(q.dtype, k.dtype, v.dtype, q.device),
+        *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
         not (at[0] | at[1] | at[2]) % ALIGNMENT or tuple(a % ALIGNMENT for a in at),
         *(call.causal_offset, call.window, call.softcap, call.bshd_out, call.return_lse),
         call.sinks is None,
         None if mask is None else kind_of_mask(mask),
-        None
-        if cu_q is None or cu_k is None
-        else (cu_k.shape, cu_q.data_ptr() % ALIGNMENT, cu_k.data_ptr() % ALIGNMENT),
+        None if cu_q is None or cu_k is None else (*_kind_of_row(cu_q), *_kind_of_row(cu_k)),
     )
+
+
+def _kind_of_row(offsets: Tensor) -> tuple[Any, ...]:
+    return offsets.shape, offsets.dtype, offsets.device, offsets.data_ptr() % ALIGNMENT
 
 
 def kind_of_mask(mask: Tensor) -> tuple[Any, ...]:

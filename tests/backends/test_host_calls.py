@@ -220,6 +220,20 @@ def test_gradients_autocast_and_modes_are_looked_at_one_by_one(driver, monkeypat
     assert known.key_of(q, k, v, None, None) is None
 
 
+def test_keys_on_another_device_are_no_call_like_it(driver):
+    one = make_layer()
+    one.run_with(Request(CUDA), "asked")
+    q, k, v = tensors()
+    for _ in range(2):
+        run(Call(q, k, v, 0.125), handle=one.handle)
+        sagepatch.attention(q, k, v, variant=CUDA)
+    elsewhere = k.to("meta")
+    with pytest.raises(InvalidArgument, match="one device"):
+        sagepatch.attention(q, elsewhere, v, variant=CUDA)
+    with pytest.raises(InvalidArgument, match="one device"):
+        ops.run_layer(one, Call(q, elsewhere, v, 0.125))
+
+
 def test_a_layer_keeps_its_account_and_forgets_with_its_choice(driver):
     one = make_layer()
     one.run_with(Request(CUDA), "asked")
