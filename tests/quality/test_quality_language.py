@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.quality import language, language_measure, language_model, tasks
+from benchmarks.quality import language_measure, language_model, language_rounds, tasks
 
 SIZE = dataclasses.replace(
     language_model.TINY, heads=4, kv_heads=2, head_dim=16, stages=((1.0, 160),), step_tokens=320
@@ -162,7 +162,7 @@ def test_marks_go_to_the_documents_that_were_asked(trainer: language_model.Train
 
 
 def test_what_matters_most_is_measured_on_the_most_documents() -> None:
-    order = language.turns([], torch.device("cpu"), 9)
+    order = language_rounds.turns([], torch.device("cpu"), 9)
     seen: dict[str, list[int]] = {}
     for turn in order:
         seen.setdefault(turn.condition.name, []).extend(range(turn.first, turn.last))
