@@ -30,8 +30,10 @@ def make_ready(variants: Sequence[Variant], call: Call, workers: int | None = No
     many = _workers(call) if workers is None else workers
     if not many or not variants:
         return
+    device = call.q.device
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     with ThreadPoolExecutor(min(many, len(variants))) as pool:
-        jobs = [pool.submit(_ready, variant, call) for variant in variants]
+        jobs = [pool.submit(_ready, variant, call, stream) for variant in variants]
     for variant, job in zip(variants, jobs, strict=True):
         error = job.exception()
         if error is not None:
@@ -39,11 +41,12 @@ def make_ready(variants: Sequence[Variant], call: Call, workers: int | None = No
             raise error
 
 
-def _ready(variant: Variant, call: Call) -> None:
-    device = call.q.device
-    place = torch.cuda.device(device) if device.type == "cuda" else torch.inference_mode()
-    # Threads start with the defaults of torch: another device, gradients on.
-    with place, torch.inference_mode():
+def _ready(variant: Variant, call: Call, stream: torch.cuda.Stream | None) -> None:
+    # Threads start with torch's defaults: another device and stream, gradients on.
+    with torch.inference_mode(), torch.cuda.stream(stream):
+        if stream is not None:
+            # Binds the context of the device to this thread, which our own launches need.
+            torch.zeros(1, device=call.q.device)
         if failure(variant) is not None:
             return
         try:
