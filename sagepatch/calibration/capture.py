@@ -237,10 +237,10 @@ def candidate_variants(
         asked = [variant for variant in serving if variant.recipe.name in recipes]
         if call is not None:
             make_ready(asked, call)
-        return [variant for variant in asked if _proven(variant, layer)]
+        return [variant for variant in asked if _proven(variant, layer, spec)]
     if call is not None:
         make_ready(_few(serving, lambda variant: True), call)
-    return _few(serving, lambda variant: _proven(variant, layer))
+    return _few(serving, lambda variant: _proven(variant, layer, spec))
 
 
 def _few(serving: Sequence[Variant], proven: Callable[[Variant], bool]) -> list[Variant]:
@@ -258,11 +258,11 @@ def _few(serving: Sequence[Variant], proven: Callable[[Variant], bool]) -> list[
     return chosen
 
 
-def _proven(variant: Variant, layer: PatchedLayer) -> bool:
-    """Whether a kernel passes its known-answer check, made at its first use; else the layer's
-    record says why it is not tried.
+def _proven(variant: Variant, layer: PatchedLayer, spec: AttnSpec) -> bool:
+    """Whether a kernel passes its known-answer check on the GPU of a call, made at its first use;
+    else the layer's record says why it is not tried.
     """
-    why = failure(variant)
+    why = failure(variant, spec.gpu)
     if why is not None:
         layer.record.note(f"{variant.name} is not tried: {why}")
     return why is None

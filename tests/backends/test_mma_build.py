@@ -152,7 +152,7 @@ def test_each_runs_on_hopper_by_its_full_name():
 
 
 def test_a_plan_of_another_gpu_brings_none_to_hopper(monkeypatch):
-    monkeypatch.setattr(capture, "failure", lambda variant: None)
+    monkeypatch.setattr(capture, "failure", lambda variant, gpu: None)
     layer = PatchedLayer("", "self", Policy(), Request("exact"), lambda variant: None)
     tried = capture.candidate_variants(spec(90), layer, set(RECIPES))
     assert {variant.toolchain for variant in tried} == {"cuda", "triton"}

@@ -179,7 +179,7 @@ def test_a_layer_whose_kernels_are_slower_than_exact_stays_exact_and_says_so(mon
     real = replace(BY_NAME["emulated.sage2_8"], toolchain="triton")
     monkeypatch.setattr(capture, "CATALOGUE", (real,))
     monkeypatch.setattr(capture, "wide_stays_exact", lambda *_: None)
-    monkeypatch.setattr(capture, "failure", lambda variant: None)
+    monkeypatch.setattr(capture, "failure", lambda variant, gpu: None)
     times = iter([100.0, 150.0] * 100)
     monkeypatch.setitem(measuring.TIMERS, "cpu", lambda run, device: next(times))
     model, x = stack(1), tokens()
