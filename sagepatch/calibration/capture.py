@@ -86,7 +86,7 @@ class LayerCalibration:
                     self._run = self.pace.number, self.calls
                 self.calls += 1
                 place = layer.schedule.place()
-                if self._due(place):
+                if self._due(place, call.q.device):
                     self._sample(layer, call, out, place)
                 finished = self.calls == SAMPLED_CALLS[-1]
             finally:
@@ -104,14 +104,14 @@ class LayerCalibration:
         """What was measured so far, frozen."""
         return LayerTable(layer.name, layer.kind, tuple(self.rows), self.remedies)
 
-    def _due(self, place: Place | None) -> bool:
+    def _due(self, place: Place | None, device: torch.device) -> bool:
         if self.done is not None:
             return power_of_two(self.calls)
         # Counts anew in each step, and in each run where there is no schedule.
         step = self.pace.number, place
         count = self._step[2] + 1 if self._step[:2] == step else 1
         self._step = (*step, count)
-        return self.pace.due(place, count)
+        return self.pace.due(place, count, device)
 
     def _sample(self, layer: PatchedLayer, call: Call, exact: Tensor, place: Place | None) -> None:
         with self.pace.measuring(place, call.q.device) as timing:

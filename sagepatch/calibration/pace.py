@@ -15,6 +15,7 @@ import torch
 from sagepatch.calibration.sections import sampled_steps, section_of
 from sagepatch.schedule import Place, fraction
 
+CPU = torch.device("cpu")
 # Spent on remedies before it is known how long the run takes.
 FIRST_REMEDIES_SECONDS = 0.5
 
@@ -106,9 +107,10 @@ class Pace:
             self.run, self._runs = "", False
             self.run_seconds += self._clock() - self._began - self._spent
 
-    def due(self, place: Place | None, count: int) -> bool:
-        """Whether a layer's call is to be measured: its `count`th (from 1) in this step, or at all
-        where there is no schedule.
+    def due(self, place: Place | None, count: int, device: torch.device = CPU) -> bool:
+        """Whether a layer's call on `device` is to be measured: its `count`th (from 1) in this
+        step, or at all where there is no schedule. Where that depends on how long the run takes, a
+        GPU's work is waited for: the host may be steps ahead.
         """
         if not power_of_two(count):
             return False
@@ -123,6 +125,8 @@ class Pace:
             known = walk.decided.get(place.step)
             if known is None:
                 if place.step > walk.first:
+                    if device.type == "cuda" and place.step in sampled_steps(place.steps):
+                        torch.cuda.synchronize(device)
                     # Looked at where a step begins: what ran is whole steps.
                     own = self._own_clock() - walk.since
                     walk.own_seconds = own / (place.step - walk.first) * place.steps

@@ -159,6 +159,32 @@ def test_a_walk_inside_another_has_an_account_of_its_own() -> None:
     assert {(0, 8), (7, 8), (0, 4), (3, 4)} <= measured
 
 
+def test_a_gpu_that_lags_behind_the_host_is_waited_for(monkeypatch) -> None:
+    gpu, clock = torch.device("cuda", 0), Clock()
+    pace = Pace(clock)
+    queued = 0.0
+
+    def wait(device) -> None:
+        nonlocal queued
+        clock.now += queued
+        queued = 0.0
+
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    measured = []
+    with pace.running("a"):
+        for step in range(28):
+            # A second of the GPU's time, of which the host needs a hundredth.
+            clock.now += 0.01
+            queued += 0.99
+            if pace.due(Place(step, 28), 1, gpu):
+                measured.append(step)
+                with pace.measuring(Place(step, 28), gpu):
+                    clock.now += 2.0
+        wait(gpu)
+    assert tuple(measured) == sampled_steps(28)
+    assert pace.run_seconds == pytest.approx(28.0)
+
+
 def test_without_a_schedule_calls_are_measured_ever_more_rarely() -> None:
     pace = Pace()
     with pace.running("a"):
