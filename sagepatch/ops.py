@@ -14,7 +14,7 @@ from torch.utils._device import DeviceContext
 
 from sagepatch.backends import load, unusable
 from sagepatch.backends.catalogue import SDPA
-from sagepatch.backends.prepared import again, find, kind_of, on_gpu
+from sagepatch.backends.prepared import again, comes_again, find, kind_of
 from sagepatch.backends.selfcheck import failure
 from sagepatch.bounded import Bounded
 from sagepatch.dispatch import Request, select
@@ -184,7 +184,8 @@ def run_layer(layer: PatchedLayer, call: Call) -> tuple[Tensor, Tensor | None]:
     """Run one call of a patched layer: observe it, run its kernel, or run exact and count why."""
     ways = layer.ways
     kind = None
-    if layer.observer is None and not layer.parts and layer.policy.guard != "sync" and on_gpu(call):
+    settled = layer.observer is None and not layer.parts and layer.policy.guard != "sync"
+    if settled and comes_again(call):
         kind = kind_of(call)
         way = ways.get(kind)
         if way is not None:
@@ -217,8 +218,10 @@ def run_layer(layer: PatchedLayer, call: Call) -> tuple[Tensor, Tensor | None]:
         error.add_note(f"raised by {variant.name} in layer {layer.name} on {spec}")
         raise
     if kind is not None and not capturing(spec):
-        flags = None if guard is None else guard.flags
-        prepared = find(variant.toolchain, call, variant.recipe, flags)
+        prepared = None
+        if variant is not SDPA:
+            flags = None if guard is None else guard.flags
+            prepared = find(variant.toolchain, call, variant.recipe, flags)
         if prepared is not None or variant is SDPA:
             ways[kind] = Way(spec, variant.name, prepared, guard, fallback)
     if guard is not None or variant is SDPA or not _guarded_now(layer, call) or _finite(out):

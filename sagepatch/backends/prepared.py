@@ -114,9 +114,11 @@ Begin = Callable[[Call, Recipe, Tensor | None], tuple[Tensor, Tensor | None, Pre
 _PREPARED: Bounded[tuple[Any, ...], Prepared] = Bounded(MOST_KINDS)
 
 
-def on_gpu(call: Call) -> bool:
-    """Whether launches serve a call at all."""
-    return call.q.is_cuda
+def comes_again(call: Call) -> bool:
+    """Whether it pays to remember how a call on a GPU is served. The next token of a language model
+    has one key more: no call is of its kind.
+    """
+    return call.q.is_cuda and call.q.shape[2] > 1
 
 
 def kind_of(call: Call) -> tuple[Any, ...]:

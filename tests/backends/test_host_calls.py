@@ -47,7 +47,7 @@ def driver(monkeypatch):
     made = install(monkeypatch)
     monkeypatch.setattr(known, "_KNOWN", type(known._KNOWN)(known.MOST_KNOWN))
     # As on a GPU: nothing is computed, so the output is not to be looked at.
-    monkeypatch.setattr(ops, "on_gpu", lambda call: True)
+    monkeypatch.setattr(ops, "comes_again", lambda call: True)
     monkeypatch.setattr(ops, "_guarded_now", lambda layer, call: False)
     chosen = lambda spec, variant: BY_NAME[variant]  # noqa: E731
     for module in (ops, known):
@@ -218,6 +218,15 @@ def test_gradients_autocast_and_modes_are_looked_at_one_by_one(driver, monkeypat
         assert known.key_of(q, k, v, None, None) is None
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
     assert known.key_of(q, k, v, None, None) is None
+
+
+def test_a_single_query_does_not_come_again():
+    q, k, v = tensors()
+    on_a_gpu = SimpleNamespace(is_cuda=True, shape=q.shape)
+    one_query = SimpleNamespace(is_cuda=True, shape=q[:, :, :1].shape)
+    assert prepared.comes_again(replace(Call(q, k, v, 0.125), q=on_a_gpu))
+    assert not prepared.comes_again(replace(Call(q, k, v, 0.125), q=one_query))
+    assert not prepared.comes_again(Call(q, k, v, 0.125))
 
 
 def test_keys_on_another_device_are_no_call_like_it(driver):
