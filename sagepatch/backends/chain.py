@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -103,6 +103,17 @@ class Chain:
         self._free.append(frame)
 
 
+class _Moves(NamedTuple):
+    """Where one value of a call goes: numbers among the words with offsets, numbers among the
+    floats, places of tensor maps in bytes.
+    """
+
+    value: int
+    words: list[tuple[int, int]]
+    floats: list[int]
+    maps: list[tuple[int, MovingMap]]
+
+
 class _Frame:
     """Memory of the parameters and settings of a chain, for one call at a time."""
 
@@ -122,10 +133,8 @@ class _Frame:
         self._address = ctypes.addressof(self._memory) + first
         self._words: Any = (ctypes.c_uint64 * (size // 8)).from_address(self._address)
         self._floats: Any = (ctypes.c_float * (size // 4)).from_address(self._address)
-        # By value: (number in `_words`, offset), number in `_floats`, (place in bytes, map).
-        self._word_at: list[list[tuple[int, int]]] = [[] for _ in range(values)]
-        self._float_at: list[list[int]] = [[] for _ in range(values)]
-        self._map_at: list[list[tuple[int, MovingMap]]] = [[] for _ in range(values)]
+        # What moves with each value.
+        moves = [_Moves(number, [], [], []) for number in range(values)]
         for link, layout, start in zip(links, layouts, starts, strict=True):
             letters = layout.letters
             plain = [
@@ -140,12 +149,12 @@ class _Frame:
             for arg, letter, place in zip(link.args, letters, layout.places, strict=True):
                 at = start + place
                 if isinstance(arg, MovingMap):
-                    self._map_at[arg.value].append((at, arg))
+                    moves[arg.value].maps.append((at, arg))
                 elif isinstance(arg, Moving) and letter == POINTER:
-                    self._word_at[arg.value].append((at // 8, arg.offset))
+                    moves[arg.value].words.append((at // 8, arg.offset))
                 elif isinstance(arg, Moving):
                     assert letter == FLOAT, f"{link.name}: a moving {letter}"
-                    self._float_at[arg.value].append(at // 4)
+                    moves[arg.value].floats.append(at // 4)
             config = Config.of(link.blocks, link.threads, link.shared_bytes, link.programmatic)
             pointers = (ctypes.c_void_p * len(layout.offsets))(
                 *(self._address + start + offset for offset in layout.offsets)
@@ -155,18 +164,20 @@ class _Frame:
             self.launches.append(
                 (ctypes.addressof(config), link.function, ctypes.addressof(pointers))
             )
+        self._moves = [move for move in moves if move.words or move.floats or move.maps]
 
     def move(self, values: tuple[int | float, ...]) -> None:
         """Write what differs from the call before."""
-        words, floats = self._words, self._floats
-        for number, (old, new) in enumerate(zip(self.values, values, strict=True)):
-            if old == new:
+        before, words, floats = self.values, self._words, self._floats
+        for number, word_places, float_places, map_places in self._moves:
+            new = values[number]
+            if new == before[number]:
                 continue
-            for place, offset in self._word_at[number]:
+            for place, offset in word_places:
                 words[place] = new + offset
-            for place in self._float_at[number]:
+            for place in float_places:
                 floats[place] = new
-            for at, moving in self._map_at[number]:
+            for at, moving in map_places:
                 encoded = moving.encode(int(new) + moving.offset)
                 ctypes.memmove(self._address + at, encoded, len(encoded))
         self.values = values
