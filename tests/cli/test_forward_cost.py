@@ -81,7 +81,8 @@ def test_times_are_the_lowest_of_each_tier(monkeypatch: pytest.MonkeyPatch) -> N
     names = ("triton.sage2_8", "triton.sage2pp_8", "triton.sage1_b")
     kernels = [BY_NAME[name] for name in names]
     said = {"sdpa.exact": [90.0, 80.0], names[0]: [50.0, 55.0], names[1]: [40.0, 48.0]}
-    said[names[2]] = [70.0, 60.0]
+    # Too slow to be the fastest: timed once.
+    said[names[2]] = [70.0]
     running: list[str] = []
 
     def load(entry: str) -> object:
@@ -95,7 +96,7 @@ def test_times_are_the_lowest_of_each_tier(monkeypatch: pytest.MonkeyPatch) -> N
     small = Shape(1, 2, 1, 8, 8, 16, 16, mask=True, causal=False)
     seen: list[int] = []
     found = forward_times.measured([small, small], torch.device("cpu"), lambda: seen.append(1))
-    assert found == {small: Times(80.0, 40.0, 60.0)}
+    assert found == {small: Times(80.0, 40.0, 70.0)}
     assert len(seen) == 1
     assert next(order, None) is None
 
