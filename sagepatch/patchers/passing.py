@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sagepatch.backends.catalogue import SDPA
+from sagepatch.functional import AUTOCAST_DEVICES, autocast
 from sagepatch.layer import PatchedLayer, find_layer
 from sagepatch.spec import Call
 
@@ -40,6 +41,8 @@ def form_of(
     """
     if not type(query) is type(key) is type(value) is Tensor or query.is_nested:
         return None
+    if type(is_causal) is not bool or type(enable_gqa) is not bool:
+        return None
     if torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad
     ):
@@ -53,7 +56,7 @@ def form_of(
     return (
         *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
         *(device, key.device, value.device, mask, dropout_p, is_causal, enable_gqa),
-        torch.is_autocast_enabled(device.type),
+        device.type in AUTOCAST_DEVICES and torch.is_autocast_enabled(device.type),
     )
 
 
@@ -68,4 +71,4 @@ def counted(layer: PatchedLayer, form: tuple[Any, ...]) -> bool:
 
 def remember(layer: PatchedLayer, form: tuple[Any, ...], call: Call) -> None:
     """A call of this form was served exactly, and meant to torch what it means to us."""
-    layer.passes[form] = call.spec()
+    layer.passes[form] = autocast(call).spec()

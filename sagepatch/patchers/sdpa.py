@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from sagepatch.functional import needs_grad, run
+from sagepatch.functional import AUTOCAST_DEVICES, needs_grad, run
 from sagepatch.layer import PatchedLayer, SiteKind
 from sagepatch.patchers.carrier import ATTRIBUTE, Carrier, count_elsewhere, recomputed_later
 from sagepatch.patchers.code import (
@@ -41,6 +42,7 @@ DROPOUT = "training: dropout needs the original call"
 SUBCLASS = "q, k or v is a nested tensor or another tensor subclass"
 RANK = "q, k and v are not 4-dimensional"
 MASK = "the mask is given together with is_causal, or is of integers or of a shape of its own"
+OPTIONS = "is_causal or enable_gqa is no bool, of which torch may complain"
 SHAPES = "q, k and v differ in batch, heads, dtype or device as only torch's SDPA may allow"
 
 
@@ -67,7 +69,8 @@ class SdpaRedirect(TorchFunctionMode):
         if func is Tensor.unflatten and torch.compiler.is_compiling():
             # Written in Python over super(), which Dynamo does not follow under a function mode.
             return torch.unflatten(*args, **kwargs)
-        if func is not F.scaled_dot_product_attention:
+        compiling = torch.compiler.is_compiling()
+        if func is not F.scaled_dot_product_attention or (not compiling and _LEFT.to_torch):
             return func(*args, **kwargs)
         return answer(self.handle, args, kwargs)
 
@@ -91,7 +94,23 @@ def answer(handle: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             remember(layer, form, call)
         return out
     count_elsewhere(handle, reason)
-    return F.scaled_dot_product_attention(*args, **kwargs)
+    if torch.compiler.is_compiling():
+        return F.scaled_dot_product_attention(*args, **kwargs)
+    # A layer around this one would take the call for its own.
+    before, _LEFT.to_torch = _LEFT.to_torch, True
+    try:
+        return F.scaled_dot_product_attention(*args, **kwargs)
+    finally:
+        _LEFT.to_torch = before
+
+
+class _Left(threading.local):
+    """Whether this thread is in an SDPA call that a layer has left to torch."""
+
+    to_torch = False
+
+
+_LEFT = _Left()
 
 
 def inside(
@@ -131,6 +150,8 @@ def sdpa_call(
         return RANK
     if dropout_p != 0.0:
         return DROPOUT
+    if not isinstance(is_causal, bool) or not isinstance(enable_gqa, bool):
+        return OPTIONS
     if not _agree(query, key, value, enable_gqa):
         return SHAPES
     if attn_mask is not None and (is_causal or not _fits(attn_mask, query, key)):
@@ -377,7 +398,7 @@ def _agree(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
     same_dtype = query.dtype == key.dtype == value.dtype
     return (
         query.device == key.device == value.device
-        and (same_dtype or torch.is_autocast_enabled(query.device.type))
+        and (same_dtype or _autocasts(query.device.type))
         and query.shape[0] == key.shape[0]
         and query.shape[3] == key.shape[3]
         and key.shape[:3] == value.shape[:3]
@@ -386,11 +407,15 @@ def _agree(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
     )
 
 
+def _autocasts(device: str) -> bool:
+    return device in AUTOCAST_DEVICES and torch.is_autocast_enabled(device)
+
+
 def _fits(mask: Tensor, query: Tensor, key: Tensor) -> bool:
     if mask.dtype not in (torch.bool, torch.float32, query.dtype) or mask.device != query.device:
         return False
     target = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    return mask.dim() <= 4 and all(
+    return 2 <= mask.dim() <= 4 and all(
         have in (1, want)
         for have, want in zip(reversed(mask.shape), reversed(target), strict=False)
     )

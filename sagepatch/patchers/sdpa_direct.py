@@ -7,13 +7,12 @@ twenty or so around one attention. Nobody's module changes, and no other call of
 from __future__ import annotations
 
 import dis
-import functools
 import threading
 import types
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -50,52 +49,102 @@ def call_directly(
         _HERE.handle, _HERE.answer = before
 
 
-@functools.lru_cache(maxsize=4096)
 def direct(function: Any, owner: type) -> types.FunctionType | None:
     """A copy of `function`, a method of `owner`, whose own calls of torch's SDPA are met.
 
-    None where a mode is needed: helpers that call it, decorators, ways to reach it that globals do
-    not show.
+    None where a mode is needed: where code does not show that every SDPA call of the function is
+    its own, by `F.` or by name, or where what those names mean has changed since.
     """
-    if not isinstance(function, types.FunctionType) or hasattr(function, "__wrapped__"):
+    if type(function) is not types.FunctionType:
         return None
+    try:
+        copy = _COPIES[function]
+    except KeyError:
+        copy = _COPIES[function] = _copy_of(function, owner)
+    if copy is None:
+        return None
+    space = copy.__globals__
+    assert isinstance(space, _Globals)
+    return copy if space.up_to_date() else None
+
+
+# None for functions that need a mode. A copy refers to no function or class, so none is kept alive.
+_COPIES: WeakKeyDictionary[types.FunctionType, types.FunctionType | None] = WeakKeyDictionary()
+# What looks at globals without asking for one by name.
+_LOOKERS = frozenset(
+    ("globals", "locals", "vars", "eval", "exec", "__import__", "_getframe", "currentframe")
+)
+_NEEDS_GLOBALS = frozenset(
+    (
+        *("LOAD_NAME", "LOAD_BUILD_CLASS", "LOAD_FROM_DICT_OR_GLOBALS", "IMPORT_NAME"),
+        *("STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_SUPER_ATTR"),
+    )
+)
+
+
+def _copy_of(function: types.FunctionType, owner: type) -> types.FunctionType | None:
+    source, code = function.__globals__, function.__code__
     callers = {
         caller
         for caller, name in reached(function, owner)
         if name == SDPA or caller.__globals__.get(name) is F.scaled_dot_product_attention
     }
-    if callers != {function} or _writes_globals(function.__code__):
+    given = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    names = set(names_in(code))
+    if (
+        callers != {function}
+        or hasattr(function, "__wrapped__")
+        or function.__closure__
+        or any(callable(value) or isinstance(value, types.ModuleType) for value in given)
+        or names & {*_LOOKERS, "super"}
+    ):
         return None
-    source = function.__globals__
     met: dict[str, Any] = {}
-    for name in _global_names(function.__code__):
-        value = source.get(name)
-        if value is F:
-            met[name] = _FUNCTIONAL
-        elif value is F.scaled_dot_product_attention:
-            met[name] = _attention
-        elif value is torch and "functional" in names_in(function.__code__):
-            # torch.nn.functional.scaled_dot_product_attention may be meant.
-            return None
+    seen: dict[str, Any] = {}
+    for own in _with_nested(code):
+        before = None
+        for step in dis.get_instructions(own):
+            loaded = source.get(step.argval) if step.opname == "LOAD_GLOBAL" else None
+            if step.opname in _NEEDS_GLOBALS:
+                return None
+            # By another way than F: torch.nn.functional, a module of compatibility, an attribute.
+            if step.argval == SDPA and step.opname != "LOAD_GLOBAL" and before is not F:
+                return None
+            if loaded is F:
+                met[step.argval], seen[step.argval] = _FUNCTIONAL, F
+            elif loaded is not None and loaded is F.scaled_dot_product_attention:
+                met[step.argval], seen[step.argval] = _attention, loaded
+            elif _elsewhere(loaded):
+                return None
+            before = loaded
     if not met:
         return None
     copy = types.FunctionType(
-        function.__code__,
-        _Globals(source, met),
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
+        code, _Globals(source, met, seen), function.__name__, function.__defaults__
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
 
-class _Globals(dict[str, Any]):
-    """The globals of a module as they are at each moment, but for a few names."""
+def _elsewhere(value: Any) -> bool:
+    """Whether this is a function that calls torch's SDPA itself, from whatever file."""
+    return isinstance(value, types.FunctionType) and SDPA in names_in(value.__code__)
 
-    def __init__(self, source: dict[str, Any], met: dict[str, Any]) -> None:
+
+class _Globals(dict[str, Any]):
+    """The globals of a module as they are at each moment, but for the names in `met`, which meant
+    `seen` when this was made.
+    """
+
+    def __init__(self, source: dict[str, Any], met: dict[str, Any], seen: dict[str, Any]) -> None:
         super().__init__(met, __builtins__=source["__builtins__"], __name__=source["__name__"])
         self._source = source
+        self._seen = tuple(seen.items())
+
+    def up_to_date(self) -> bool:
+        """Whether the module still means the same by those names."""
+        source = self._source
+        return all(source.get(name) is value for name, value in self._seen)
 
     def __missing__(self, name: str) -> Any:
         return self._source[name]
@@ -117,24 +166,6 @@ def _attention(*args: Any, **kwargs: Any) -> Any:
 
 _FUNCTIONAL = _Functional(F.__name__)
 vars(_FUNCTIONAL)[SDPA] = _attention
-
-
-def _global_names(code: types.CodeType) -> set[str]:
-    """Names that a code object and those inside it load as globals."""
-    return {
-        instruction.argval
-        for own in _with_nested(code)
-        for instruction in dis.get_instructions(own)
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-    }
-
-
-def _writes_globals(code: types.CodeType) -> bool:
-    return any(
-        instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_NAME")
-        for own in _with_nested(code)
-        for instruction in dis.get_instructions(own)
-    )
 
 
 def _with_nested(code: types.CodeType) -> list[types.CodeType]:

@@ -101,3 +101,35 @@ def test_another_mode_is_told_of_the_call(model: nn.Module) -> None:
         with Watching() as watching:
             model(x())
     assert watching.seen == 1
+
+
+def test_autocast_is_accounted_for(model: nn.Module) -> None:
+    with torch.no_grad(), sagepatch.apply(model, variant="exact") as patch:
+        with torch.autocast("cpu", torch.bfloat16):
+            model(x())
+            assert model(x()).dtype == torch.bfloat16
+        model(x())
+        dtypes = {spec.dtype: count for spec, count in patch.layers[0].record.specs.items()}
+    assert dtypes == {"bf16": 2, "fp32": 1}
+
+
+def test_tensors_without_numbers_pass(model: nn.Module) -> None:
+    with torch.no_grad(), sagepatch.apply(model, variant="exact"):
+        for _ in range(2):
+            assert model(x().to("meta")).shape == x().shape
+
+
+@pytest.mark.parametrize(
+    "options", [{"attn_mask": torch.ones(40, dtype=torch.bool)}, {"is_causal": 2}]
+)
+@pytest.mark.parametrize("variant", ["exact", "sage1_b"])
+def test_what_torch_refuses_is_refused_every_time(
+    model: nn.Module, options: dict[str, Any], variant: str
+) -> None:
+    with torch.no_grad():
+        with pytest.raises((TypeError, IndexError, RuntimeError)) as plain:
+            model(x(), **options)
+        with sagepatch.apply(model, variant=variant, emulate=True):
+            for _ in range(2):
+                with pytest.raises(plain.type):
+                    model(x(), **options)

@@ -5,7 +5,9 @@ other operation of torch is met.
 from __future__ import annotations
 
 import functools
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -111,9 +113,51 @@ class Failing(Base):
         return y
 
 
+class ByPackage(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(*self.qkv(F.silu(x)))
+
+
+class Beside(ByName):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + F.scaled_dot_product_attention(*self.qkv(2 * x))
+
+
+class ByDefault(Base):
+    def forward(self, x: Tensor, attend: Any = F.scaled_dot_product_attention) -> Tensor:
+        return attend(*self.qkv(x)) + F.scaled_dot_product_attention(*self.qkv(2 * x))
+
+
+def closed_over(attend: Any) -> type[Base]:
+    class ByClosure(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            return attend(*self.qkv(x)) + F.scaled_dot_product_attention(*self.qkv(2 * x))
+
+    return ByClosure
+
+
+ByClosure = closed_over(F.scaled_dot_product_attention)
+
+
+class InClassBody(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        class Settings:
+            scale = SCALE
+
+        return F.scaled_dot_product_attention(*self.qkv(x), scale=Settings.scale)
+
+
+class LookingAround(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*self.qkv(x), scale=globals().get("SCALE", 0.0))
+
+
 DIRECT = [ByModule, ByName, InNested, Reading, Failing]
-BY_MODE = [ByFullName, InHelper, InBoth, Counting, Decorated]
-CALLS_OF: dict[type[nn.Module], int] = {InBoth: 2}
+BY_MODE = [
+    *(ByFullName, InHelper, InBoth, Counting, Decorated, ByPackage, Beside, ByDefault, ByClosure),
+    *(InClassBody, LookingAround),
+]
+CALLS_OF = dict.fromkeys((InBoth, Beside, ByDefault, ByClosure), 2)
 
 
 def x(tokens: int = 40) -> Tensor:
@@ -158,6 +202,51 @@ def test_globals_are_read_as_they_are_now(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setitem(Reading.forward.__globals__, "SCALE", 0.01)
         after = model(x())
     assert not torch.allclose(before, after, atol=0.05)
+
+
+def test_a_name_that_comes_to_mean_something_else_is_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A library that wraps SDPA where a module finds it keeps its say, as without the patch."""
+    model = ByName().eval()
+    with torch.no_grad(), patched(model) as patch:
+        ours = model(x())
+
+        def tripled(*args: Any, **kwargs: Any) -> Tensor:
+            return 3 * F.scaled_dot_product_attention(*args, **kwargs)
+
+        monkeypatch.setitem(ByName.forward.__globals__, "sdpa", tripled)
+        assert torch.equal(model(x()), 3 * ours)
+        assert patch.layers[0].record.calls == 2
+
+
+def test_no_class_is_kept_alive() -> None:
+    def scope() -> weakref.ref[type[Base]]:
+        class Local(Base):
+            def forward(self, x: Tensor) -> Tensor:
+                return F.scaled_dot_product_attention(*self.qkv(x))
+
+        model = Local().eval()
+        with torch.no_grad(), patched(model):
+            model(x())
+        assert direct(Local.forward, Local) is not None
+        return weakref.ref(Local)
+
+    gone = scope()
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_call_left_to_torch_is_no_other_layer_s() -> None:
+    class Outer(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.inner is not None
+            return helper(*self.qkv(self.inner(x)))
+
+    model = Outer(InHelper()).train()
+    with patched(model) as patch:
+        model(x().requires_grad_())
+    assert [layer.record.calls for layer in patch.layers] == [1, 1]
 
 
 def test_globals_are_written_where_they_live() -> None:
