@@ -124,11 +124,13 @@ class Beside(ByName):
 
 
 class ByDefault(Base):
-    def forward(self, x: Tensor, attend: Any = F.scaled_dot_product_attention) -> Tensor:
+    def forward(
+        self, x: Tensor, attend: Callable[..., Tensor] = F.scaled_dot_product_attention
+    ) -> Tensor:
         return attend(*self.qkv(x)) + F.scaled_dot_product_attention(*self.qkv(2 * x))
 
 
-def closed_over(attend: Any) -> type[Base]:
+def closed_over(attend: Callable[..., Tensor]) -> type[Base]:
     class ByClosure(Base):
         def forward(self, x: Tensor) -> Tensor:
             return attend(*self.qkv(x)) + F.scaled_dot_product_attention(*self.qkv(2 * x))
@@ -183,7 +185,7 @@ def test_every_way_to_write_the_call_is_met(owner: type[nn.Module]) -> None:
 
 @pytest.mark.parametrize("owner", DIRECT + BY_MODE)
 def test_which_need_a_mode(owner: type[nn.Module]) -> None:
-    copy = direct(owner.forward, owner)  # type: ignore[arg-type]
+    copy = direct(owner.forward, owner)
     assert (copy is not None) == (owner in DIRECT)
 
 
