@@ -44,6 +44,9 @@ error of their recipe and run at every call, and restore brings back every bit.
 exports, {attending} hold attention, {whole} of these are reached in every layer and {part} in
 some.
 
+FLUX.1, Wan 2.1, HunyuanVideo, CogVideoX 2B and SDXL were also run in their true size, with random
+weights, unpatched and patched on an H200: [whole models timed](end-to-end.md).
+
 ## Families
 - **reached**: attention layers of the published geometry that a patch takes, of all.
 - **by**: `dispatcher`, `processor's SDPA` or `module's SDPA`, the ways in of [how patching

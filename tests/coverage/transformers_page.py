@@ -70,6 +70,9 @@ Families that only combine others (LLaVA, PaliGemma, ...) are reached through th
 
 Always exact, in every family: calls that want attention maps, gradients or dropout, and single
 queries.
+
+Llama 3.1 8B was also run in its true size, with random weights, unpatched and patched on an H200:
+[whole models timed](end-to-end.md).
 """
 _HEAD = """
 | family | reached | tested | masks and terms | head sizes | caches | stays exact |
