@@ -92,6 +92,7 @@ class Pace:
         self._walks: dict[int, _Generation] = {}
         # Of calls without a schedule.
         self._unplaced = _Generation(0, 0.0)
+        self._gpus: set[torch.device] = set()
         # The longest search for remedies yet.
         self._search = 0.0
 
@@ -105,6 +106,9 @@ class Pace:
             yield
         finally:
             self.run, self._runs = "", False
+            for device in self._gpus:
+                # The run ends when its work is done, not when the host has told it.
+                torch.cuda.synchronize(device)
             self.run_seconds += self._clock() - self._began - self._spent
 
     def due(self, place: Place | None, count: int, device: torch.device = CPU) -> bool:
@@ -140,6 +144,7 @@ class Pace:
         of the run is waited for first.
         """
         if device.type == "cuda":
+            self._gpus.add(device)
             torch.cuda.synchronize(device)
         walk = self._walk(place)
         timing, before = Timing(self._clock), walk.diagnosing
