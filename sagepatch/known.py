@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from sagepatch.backends.prepared import ALIGNMENT, Prepared, find, kind_of_mask
 from sagepatch.bounded import Bounded
 from sagepatch.layer import capturing
-from sagepatch.ops import chosen_for, observed
+from sagepatch.ops import chosen_for, observed, plain
 from sagepatch.spec import Call
 
 MOST_KNOWN = 1024
@@ -57,7 +57,7 @@ def key_of(
         return None
     seen: tuple[Any, ...] | None = None
     if mask is not None:
-        if type(mask) is not Tensor or mask.layout is not torch.strided or mask.is_nested:
+        if type(mask) is not Tensor or not plain(mask):
             return None
         seen = kind_of_mask(mask)
     if torch.is_grad_enabled() and (

@@ -117,7 +117,12 @@ def serve(call: Call, handle: Tensor | None, variant: str) -> tuple[Tensor, Tens
 
 def watched(call: Call) -> bool:
     """Whether a call must be seen as one operation, or its tensors are not plain memory."""
-    return observed(call.q, call.k, call.v)
+    mask, sinks = call.attn_mask, call.sinks
+    return (
+        observed(call.q, call.k, call.v)
+        or (mask is not None and not plain(mask))
+        or (sinks is not None and not plain(sinks))
+    )
 
 
 def observed(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -129,9 +134,9 @@ def observed(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return (
         torch.compiler.is_compiling()
         or not type(q) is type(k) is type(v) is Tensor
-        or not _plain(q)
-        or not _plain(k)
-        or not _plain(v)
+        or not plain(q)
+        or not plain(k)
+        or not plain(v)
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -143,7 +148,7 @@ def observed(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-def _plain(tensor: Tensor) -> bool:
+def plain(tensor: Tensor) -> bool:
     """Whether a tensor is memory by strides and nothing more. (Of complex numbers the imaginary
     part may be lazily negative.)
     """

@@ -145,3 +145,23 @@ def test_kernels_get_sinks_and_lengths_without_gaps(monkeypatch) -> None:
     assert seen[0].sinks.is_contiguous()
     assert seen[0].cu_seqlens_q.is_contiguous()
     assert seen[0].cu_seqlens_kv.is_contiguous()
+
+
+@pytest.mark.parametrize("term", ["q", "k", "v", "attn_mask", "sinks"])
+def test_lazily_negative_tensors_reach_kernels_as_what_they_mean(monkeypatch, term: str) -> None:
+    """Such as the imaginary part of a conjugate: memory holds the other sign."""
+    seen = []
+
+    def kernel(one, recipe):
+        seen.append(one)
+        return emulate(one, recipe)
+
+    monkeypatch.setattr("sagepatch.backends.emulated.emulate", kernel)
+    q, k, v = qkv()
+    given = {"q": q, "k": k, "v": v, "attn_mask": torch.randn(20, 20), "sinks": torch.randn(4)}
+    expected = sagepatch.attention(**given, variant=FAST)
+    negative = torch.complex(torch.zeros_like(given[term]), -given[term]).conj().imag
+    assert negative.is_neg()
+    found = sagepatch.attention(**{**given, term: negative}, variant=FAST)
+    assert torch.equal(found, expected)
+    assert not getattr(seen[-1], term).is_neg()

@@ -201,6 +201,9 @@ def test_tensors_that_are_more_than_memory_go_through_the_op(driver, name):
         sagepatch.attention(q, k, v, variant=CUDA)
     assert ops.observed(WATCHED[name](q), k, v)
     assert known.key_of(WATCHED[name](q), k, v, None, None) is None
+    bias = torch.zeros(130, 130)
+    assert known.key_of(q, k, v, bias, None) is not None
+    assert known.key_of(q, k, v, WATCHED[name](bias), None) is None
 
 
 def test_gradients_autocast_and_modes_are_looked_at_one_by_one(driver, monkeypatch):
