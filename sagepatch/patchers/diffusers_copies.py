@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from sagepatch.patchers.code import reached
-from sagepatch.patchers.diffusers_dispatch import over_private_globals
-from sagepatch.patchers.diffusers_processors import DISPATCH, Route
+from sagepatch.patchers.diffusers_dispatch import over_private_globals, refresh
+from sagepatch.patchers.diffusers_processors import DISPATCH, MOST_CLASSES, Route, methods_of
 from sagepatch.patchers.sdpa import inside
 
 # Where a stand-in carries its handle: diffusers passes the first on as `backend=`.
@@ -40,7 +40,10 @@ def patched_copy(processor: Any, handle: Tensor, route: Route) -> Any:
     """
     before = getattr(processor, _BACKEND, None) if route is Route.DISPATCH else None
     original: type = type(processor)
-    recreated: Any = _recreate(original, route, before)
+    methods = methods_of(original)
+    if route is Route.DISPATCH:
+        refresh(methods, before)
+    recreated: Any = _recreate(original, route, before, methods)
     copy: Any = recreated.__new__(recreated)
     # Past nn.Module's bookkeeping: none of ours belongs among parameters or submodules.
     vars(copy).update(vars(processor))
@@ -103,8 +106,10 @@ def _plain_state(copy: Any) -> dict[str, Any]:
     return state
 
 
-@functools.cache
-def _recreate(original: type, route: Route, before: Any) -> type:
+@functools.lru_cache(maxsize=MOST_CLASSES)
+def _recreate(
+    original: type, route: Route, before: Any, methods: tuple[types.FunctionType, ...]
+) -> type:
     body: dict[str, Any] = {
         "__class__": property(lambda self: original),
         "__reduce_ex__": _reduce_ex,
@@ -117,8 +122,8 @@ def _recreate(original: type, route: Route, before: Any) -> type:
         body[_HANDLE] = None
     else:
         for name in dir(original):
-            method = getattr(original, name)
-            if isinstance(method, types.FunctionType) and _dispatches(method, original):
+            method = getattr(original, name, None)
+            if method in methods and _dispatches(method, original):
                 body[name] = over_private_globals(method, before)
     return type(original.__name__, (original,), body)
 

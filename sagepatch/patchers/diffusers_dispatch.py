@@ -7,7 +7,8 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +23,7 @@ from sagepatch.spec import Call
 
 SPARSE = "a block mask, which only diffusers' flex backend reads"
 EXTRA = "arguments for one backend only (attention_kwargs)"
+REPLACED = "another library has put its own function in the place of diffusers' dispatcher"
 
 
 def over_private_globals(method: types.FunctionType, before: Any) -> types.FunctionType:
@@ -33,8 +35,18 @@ def over_private_globals(method: types.FunctionType, before: Any) -> types.Funct
     return _over(method, namespace)
 
 
-def make_dispatch(plain: Callable[..., Any], before: Any) -> Callable[..., Any]:
+def is_diffusers_own(dispatcher: Any) -> bool:
+    """Whether a dispatcher is diffusers', and not what somebody has put in its place."""
+    home = getattr(dispatcher, "__globals__", {}).get("__name__")
+    return home == "diffusers.models.attention_dispatch"
+
+
+def make_dispatch(
+    plain: Callable[..., Any], before: Any, *, replaced: bool = False
+) -> Callable[..., Any]:
     """`dispatch_attention_fn` where a layer's handle, a Tensor, may arrive as `backend`.
+
+    With `replaced`, `plain` is somebody else's: every call is its, counted with the reason.
 
     Tensors are [B, S, H, D], as in diffusers. A call without a handle, and one that no kernel of
     ours could mean the same by, is `plain`'s, arguments untouched.
@@ -57,7 +69,9 @@ def make_dispatch(plain: Callable[..., Any], before: Any) -> Callable[..., Any]:
         handle = backend if isinstance(backend, Tensor) else None
         if handle is not None:
             call: Call | str
-            if attention_kwargs:
+            if replaced:
+                call = REPLACED
+            elif attention_kwargs:
                 call = EXTRA
             elif attn_mask is not None and not isinstance(attn_mask, Tensor):
                 call = SPARSE
@@ -124,24 +138,61 @@ def _call(
     return TRAINING if needs_grad(call) else call
 
 
-@functools.cache
-def _private_globals(source_name: str, before: Any) -> dict[str, Any]:
-    """The globals of a module of diffusers, with our dispatcher and the functions that call it.
-
-    They live in a module of `sys.modules` under their own `__name__`, where Dynamo's guards look.
+@dataclass(slots=True)
+class _Private:
+    """The globals of a module of diffusers, with our dispatcher and the functions that call it, and
+    what the module held when they were last brought up to date.
     """
+
+    namespace: dict[str, Any]
+    source: dict[str, Any]
+
+
+def refresh(methods: Iterable[types.FunctionType], before: Any) -> None:
+    """Bring private globals of these methods up to date: what somebody has put in the place of a
+    helper or of the dispatcher since counts from the next patch on, as it does unpatched.
+    """
+    for name in {m.__globals__["__name__"] for m in methods if DISPATCH in m.__globals__}:
+        _private_globals(name, before)
+
+
+def _private_globals(source_name: str, before: Any) -> dict[str, Any]:
     source = vars(sys.modules[source_name])
+    private = _private(source_name, before)
+    known = private.source
+    same = known.keys() == source.keys() and all(known[key] is source[key] for key in known)
+    if not same:
+        private.source = dict(source)
+        _fill(private.namespace, source, before, known.keys() - source.keys())
+    return private.namespace
+
+
+@functools.cache
+def _private(source_name: str, before: Any) -> _Private:
+    """Empty globals in a module of `sys.modules` under their own `__name__`, where Dynamo's guards
+    look.
+    """
     suffix = "" if before is None else f".{getattr(before, 'value', before)}"
     module = types.ModuleType(f"sagepatch.patched.{source_name}{suffix}")
-    namespace = module.__dict__
-    namespace.update({key: value for key, value in source.items() if key != "__name__"})
-    namespace[DISPATCH] = make_dispatch(source[DISPATCH], before)
-    for key, value in source.items():
-        own = isinstance(value, types.FunctionType) and value.__globals__ is source
-        if own and any(name == DISPATCH for _, name in reached(value, type(None))):
-            namespace[key] = _over(value, namespace)
     sys.modules[module.__name__] = module
-    return namespace
+    return _Private(module.__dict__, {})
+
+
+def _fill(
+    namespace: dict[str, Any], source: dict[str, Any], before: Any, gone: Iterable[str]
+) -> None:
+    """Key by key: other threads may be running over these globals."""
+    for key in gone:
+        namespace.pop(key, None)
+    for key, value in source.items():
+        if key == "__name__":
+            continue
+        own = isinstance(value, types.FunctionType) and value.__globals__ is source
+        if key == DISPATCH:
+            value = make_dispatch(value, before, replaced=not is_diffusers_own(value))
+        elif own and any(name == DISPATCH for _, name in reached(value, type(None))):
+            value = _over(value, namespace)
+        namespace[key] = value
 
 
 def _over(function: types.FunctionType, namespace: dict[str, Any]) -> types.FunctionType:

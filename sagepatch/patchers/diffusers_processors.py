@@ -17,6 +17,8 @@ from torch import nn
 
 from sagepatch.patchers.code import reached
 
+# Classes whose code is remembered; diffusers 0.42 has some 130 processors.
+MOST_CLASSES = 1024
 DISPATCH = "dispatch_attention_fn"
 SDPA = "scaled_dot_product_attention"
 
@@ -55,9 +57,21 @@ def way_of(processor: Any) -> Way:
     return class_way(processor_class)
 
 
-@functools.cache
 def class_way(processor_class: type) -> Way:
-    """How instances of a processor class reach attention."""
+    """How instances of a processor class reach attention, by the methods that it has now."""
+    return _class_way(processor_class, methods_of(processor_class))
+
+
+def methods_of(owner: type) -> tuple[types.FunctionType, ...]:
+    """The functions that a class has as methods now, its own and inherited: anybody may have put
+    others there since it was last looked at.
+    """
+    found = (getattr(owner, name, None) for name in dir(owner))
+    return tuple(method for method in found if isinstance(method, types.FunctionType))
+
+
+@functools.lru_cache(maxsize=MOST_CLASSES)
+def _class_way(processor_class: type, methods: tuple[types.FunctionType, ...]) -> Way:
     name = processor_class.__name__
     call = call_of(processor_class)
     if call is None:

@@ -24,6 +24,7 @@ from sagepatch.patchers.diffusers_processors import (
     Route,
     call_of,
     class_way,
+    methods_of,
     way_of,
 )
 
@@ -113,7 +114,7 @@ def test_every_dispatching_class_is_re_created_with_its_own_signature() -> None:
     for cls in processor_classes():
         route = class_way(cls).route
         if route is not Route.NONE:
-            copy = _recreate(cls, route, None)
+            copy = _recreate(cls, route, None, methods_of(cls))
             assert issubclass(copy, cls)
             original = call_of(cls)
             assert original is not None
@@ -131,7 +132,8 @@ def test_every_dispatching_class_is_re_created_with_its_own_signature() -> None:
 def test_helpers_that_dispatch_for_a_processor_are_private_too() -> None:
     from diffusers.models.transformers import transformer_flux2
 
-    copy = _recreate(transformer_flux2.Flux2KVAttnProcessor, Route.DISPATCH, None)
+    owner = transformer_flux2.Flux2KVAttnProcessor
+    copy = _recreate(owner, Route.DISPATCH, None, methods_of(owner))
     helper = vars(copy)["__call__"].__globals__["_flux2_kv_causal_attention"]
     assert helper.__code__ is transformer_flux2._flux2_kv_causal_attention.__code__
     assert helper is not transformer_flux2._flux2_kv_causal_attention
