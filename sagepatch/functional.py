@@ -137,8 +137,9 @@ def attention(
         )
     if layout not in ("BHSD", "BSHD"):
         raise InvalidArgument(f"layout is {layout!r}, needs 'BHSD' or 'BSHD'")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.is_nested or tensor.layout is not torch.strided:
+    given = (("q", q), ("k", k), ("v", v), ("attn_mask", attn_mask), ("sinks", sinks))
+    for name, tensor in given:
+        if tensor is not None and (tensor.is_nested or tensor.layout is not torch.strided):
             kind = "a nested tensor" if tensor.is_nested else f"of layout {tensor.layout}"
             raise InvalidArgument(f"{name} is {kind}, needs a dense one; see cu_seqlens_q")
     batched = q.dim() == 4
