@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -32,7 +31,7 @@ from sagepatch.patchers.code import (
     uses_attention_interface,
 )
 from sagepatch.patchers.passing import counted, form_of, passing, remember
-from sagepatch.patchers.sdpa_direct import call_directly, direct
+from sagepatch.patchers.sdpa_direct import GENUINE, call_directly, direct
 from sagepatch.patchers.site import Found, Left, Site, Swap
 from sagepatch.spec import Call
 
@@ -70,7 +69,7 @@ class SdpaRedirect(TorchFunctionMode):
             # Written in Python over super(), which Dynamo does not follow under a function mode.
             return torch.unflatten(*args, **kwargs)
         compiling = torch.compiler.is_compiling()
-        if func is not F.scaled_dot_product_attention or (not compiling and _LEFT.to_torch):
+        if func is not GENUINE or (not compiling and _LEFT.to_torch):
             return func(*args, **kwargs)
         return answer(self.handle, args, kwargs)
 
@@ -80,7 +79,7 @@ def answer(handle: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     layer = passing(handle)
     form = None if layer is None else form_of(*args, **kwargs)
     if layer is not None and form is not None and counted(layer, form):
-        return F.scaled_dot_product_attention(*args, **kwargs)
+        return GENUINE(*args, **kwargs)
     call = sdpa_call(*args, **kwargs)
     if isinstance(call, str):
         reason = call
@@ -95,11 +94,11 @@ def answer(handle: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return out
     count_elsewhere(handle, reason)
     if torch.compiler.is_compiling():
-        return F.scaled_dot_product_attention(*args, **kwargs)
+        return GENUINE(*args, **kwargs)
     # A layer around this one would take the call for its own.
     before, _LEFT.to_torch = _LEFT.to_torch, True
     try:
-        return F.scaled_dot_product_attention(*args, **kwargs)
+        return GENUINE(*args, **kwargs)
     finally:
         _LEFT.to_torch = before
 

@@ -13,12 +13,15 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sagepatch.patchers.code import names_in, reached
 
 SDPA = "scaled_dot_product_attention"
+# What `F` has under that name, unless somebody put a wrapper there.
+GENUINE = torch._C._nn.scaled_dot_product_attention
 # Takes the handle and the call's arguments, and answers for torch's SDPA.
 Answer = Callable[[Tensor, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -53,23 +56,38 @@ def direct(function: Any, owner: type) -> types.FunctionType | None:
     """A copy of `function`, a method of `owner`, whose own calls of torch's SDPA are met.
 
     None where a mode is needed: where code does not show that every SDPA call of the function is
-    its own, by `F.` or by name, or where what those names mean has changed since.
+    its own, by `F.` or by name, or where those names mean something else by now.
     """
-    if type(function) is not types.FunctionType:
+    if type(function) is not types.FunctionType or F.scaled_dot_product_attention is not GENUINE:
         return None
+    known = _NAMES.get(owner)
+    if known is None:
+        known = _NAMES[owner] = {}
+    code = function.__code__
     try:
-        copy = _COPIES[function]
+        names = known[code]
     except KeyError:
-        copy = _COPIES[function] = _copy_of(function, owner)
-    if copy is None:
+        names = known[code] = _names_to_meet(function, owner)
+    if names is None:
         return None
-    space = copy.__globals__
-    assert isinstance(space, _Globals)
-    return copy if space.up_to_date() else None
+    source = function.__globals__
+    met: dict[str, Any] = {}
+    for name in names:
+        value = source.get(name)
+        if value is F:
+            met[name] = _FUNCTIONAL
+        elif value is GENUINE:
+            met[name] = _attention
+        else:
+            return None
+    # Made anew for each call, which takes a microsecond and keeps nobody's module alive.
+    copy = types.FunctionType(code, _Globals(source, met), code.co_name, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
-# None for functions that need a mode. A copy refers to no function or class, so none is kept alive.
-_COPIES: WeakKeyDictionary[types.FunctionType, types.FunctionType | None] = WeakKeyDictionary()
+# By class, and code of its methods: the globals to replace; None for code that needs a mode.
+_NAMES: WeakKeyDictionary[type, dict[types.CodeType, tuple[str, ...] | None]] = WeakKeyDictionary()
 # What looks at globals without asking for one by name.
 _LOOKERS = frozenset(
     ("globals", "locals", "vars", "eval", "exec", "__import__", "_getframe", "currentframe")
@@ -82,48 +100,44 @@ _NEEDS_GLOBALS = frozenset(
 )
 
 
-def _copy_of(function: types.FunctionType, owner: type) -> types.FunctionType | None:
+def _names_to_meet(function: types.FunctionType, owner: type) -> tuple[str, ...] | None:
     source, code = function.__globals__, function.__code__
     callers = {
         caller
         for caller, name in reached(function, owner)
-        if name == SDPA or caller.__globals__.get(name) is F.scaled_dot_product_attention
+        if name == SDPA or caller.__globals__.get(name) is GENUINE
     }
     given = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     names = set(names_in(code))
+    methods = (getattr(owner, name, None) for name in names)
     if (
         callers != {function}
         or hasattr(function, "__wrapped__")
         or function.__closure__
         or any(callable(value) or isinstance(value, types.ModuleType) for value in given)
+        or any(_elsewhere(method) and method is not function for method in methods)
         or names & {*_LOOKERS, "super"}
     ):
         return None
-    met: dict[str, Any] = {}
-    seen: dict[str, Any] = {}
+    met: dict[str, None] = {}
     for own in _with_nested(code):
         before = None
         for step in dis.get_instructions(own):
             loaded = source.get(step.argval) if step.opname == "LOAD_GLOBAL" else None
             if step.opname in _NEEDS_GLOBALS:
                 return None
-            # By another way than F: torch.nn.functional, a module of compatibility, an attribute.
-            if step.argval == SDPA and step.opname != "LOAD_GLOBAL" and before is not F:
+            # By another way than F: torch.nn.functional, a module of compatibility, an object.
+            looked_up = step.opname in ("LOAD_ATTR", "LOAD_METHOD") and before is not F
+            if looked_up and (
+                step.argval == SDPA or _elsewhere(getattr(before, step.argval, None))
+            ):
                 return None
-            if loaded is F:
-                met[step.argval], seen[step.argval] = _FUNCTIONAL, F
-            elif loaded is not None and loaded is F.scaled_dot_product_attention:
-                met[step.argval], seen[step.argval] = _attention, loaded
+            if loaded is F or (loaded is not None and loaded is GENUINE):
+                met[step.argval] = None
             elif _elsewhere(loaded):
                 return None
             before = loaded
-    if not met:
-        return None
-    copy = types.FunctionType(
-        code, _Globals(source, met, seen), function.__name__, function.__defaults__
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+    return tuple(met) or None
 
 
 def _elsewhere(value: Any) -> bool:
@@ -132,19 +146,11 @@ def _elsewhere(value: Any) -> bool:
 
 
 class _Globals(dict[str, Any]):
-    """The globals of a module as they are at each moment, but for the names in `met`, which meant
-    `seen` when this was made.
-    """
+    """The globals of a module as they are at each moment, but for the names in `met`."""
 
-    def __init__(self, source: dict[str, Any], met: dict[str, Any], seen: dict[str, Any]) -> None:
+    def __init__(self, source: dict[str, Any], met: dict[str, Any]) -> None:
         super().__init__(met, __builtins__=source["__builtins__"], __name__=source["__name__"])
         self._source = source
-        self._seen = tuple(seen.items())
-
-    def up_to_date(self) -> bool:
-        """Whether the module still means the same by those names."""
-        source = self._source
-        return all(source.get(name) is value for name, value in self._seen)
 
     def __missing__(self, name: str) -> Any:
         return self._source[name]
@@ -160,7 +166,7 @@ class _Functional(types.ModuleType):
 def _attention(*args: Any, **kwargs: Any) -> Any:
     handle, answer = _HERE.handle, _HERE.answer
     if handle is None or answer is None:
-        return F.scaled_dot_product_attention(*args, **kwargs)
+        return GENUINE(*args, **kwargs)
     return answer(handle, args, kwargs)
 
 

@@ -141,6 +141,28 @@ def closed_over(attend: Callable[..., Tensor]) -> type[Base]:
 ByClosure = closed_over(F.scaled_dot_product_attention)
 
 
+class ByMixin(ByName):
+    """`forward` of another class calls SDPA, too: `attend` here, as if it came from elsewhere."""
+
+    attend: Callable[..., Tensor] = ByName.forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(x) + F.scaled_dot_product_attention(*self.qkv(2 * x))
+
+
+class Extra(Base):
+    def extra(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*self.qkv(x)) + self.extra(x)
+
+
+class ExtraAttention(Extra):
+    def extra(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*self.qkv(2 * x))
+
+
 class InClassBody(Base):
     def forward(self, x: Tensor) -> Tensor:
         class Settings:
@@ -154,12 +176,12 @@ class LookingAround(Base):
         return F.scaled_dot_product_attention(*self.qkv(x), scale=globals().get("SCALE", 0.0))
 
 
-DIRECT = [ByModule, ByName, InNested, Reading, Failing]
+DIRECT = [ByModule, ByName, InNested, Reading, Failing, Extra]
 BY_MODE = [
     *(ByFullName, InHelper, InBoth, Counting, Decorated, ByPackage, Beside, ByDefault, ByClosure),
-    *(InClassBody, LookingAround),
+    *(InClassBody, LookingAround, ByMixin, ExtraAttention),
 ]
-CALLS_OF = dict.fromkeys((InBoth, Beside, ByDefault, ByClosure), 2)
+CALLS_OF = dict.fromkeys((InBoth, Beside, ByDefault, ByClosure, ByMixin, ExtraAttention), 2)
 
 
 def x(tokens: int = 40) -> Tensor:
@@ -295,20 +317,22 @@ def test_threads_do_not_meet() -> None:
         patch.restore()
 
 
-def test_torch_s_own_replacement_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever has replaced `F.scaled_dot_product_attention` itself keeps the calls that are not
-    ours to take.
-    """
-    model = ByModule().eval()
-    heard: list[int] = []
+@pytest.mark.parametrize("owner", [ByModule, ByFullName])
+def test_a_wrapper_of_torch_s_own_keeps_its_say(
+    owner: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has wrapped `F.scaled_dot_product_attention` is called; the call inside is ours."""
+    model = owner().eval()
     plain = F.scaled_dot_product_attention
+    heard: list[int] = []
 
-    def other(*args: Any, **kwargs: Any) -> Tensor:
+    def wrapper(*args: Any, **kwargs: Any) -> Tensor:
         heard.append(1)
         return plain(*args, **kwargs)
 
-    with patched(model):
-        monkeypatch.setattr(F, "scaled_dot_product_attention", other)
-        y = x().requires_grad_()
-        model(y)
-    assert heard == [1]
+    with torch.no_grad(), patched(model) as patch:
+        ours = model(x())
+        monkeypatch.setattr(F, "scaled_dot_product_attention", wrapper)
+        assert torch.equal(model(x()), ours)
+        assert heard == [1]
+        assert patch.layers[0].record.calls == 2
