@@ -74,6 +74,8 @@ def tiny_gemma2() -> Built:
         query_pre_attn_scalar=16,
         sliding_window=8,
         attn_logit_softcapping=5.0,
+        # Before transformers refused it, SDPA was the default, and lost the cap.
+        attn_implementation="eager",
     )
     return _spread(Gemma2ForCausalLM(config)), {"input_ids": ids(length=40)}
 

@@ -25,6 +25,7 @@ from models.transformers_models import (
     tiny_llama,
 )
 from torch import Tensor, nn
+from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
 import sagepatch
 from sagepatch.errors import NothingPatched
@@ -61,6 +62,9 @@ def test_a_model_that_always_gives_maps_is_left() -> None:
         sagepatch.apply(model)
 
 
+@pytest.mark.skipif(
+    "indexed_attention" not in ALLOWED_LAYER_TYPES, reason="this transformers has no such layers"
+)
 def test_an_indexed_mask_is_left() -> None:
     model, inputs = tiny_deepseek_v32()
     plain = first_output(model, inputs)
