@@ -97,9 +97,9 @@ def test_tensors_that_hold_no_attention_call_are_refused() -> None:
         sagepatch.attention(q[:, :0], k, v, variant=FAST)
     with pytest.raises(InvalidArgument, match="sparse_coo"):
         sagepatch.attention(q.to_sparse(), k, v)
-    with pytest.raises(InvalidArgument, match="attn_mask is of layout torch.sparse_coo"):
+    with pytest.raises(InvalidArgument, match="attn_mask is of layout"):
         sagepatch.attention(q, k, v, attn_mask=torch.eye(20).to_sparse())
-    with pytest.raises(InvalidArgument, match="sinks is of layout torch.sparse_coo"):
+    with pytest.raises(InvalidArgument, match="sinks is of layout"):
         sagepatch.attention(q, k, v, sinks=torch.ones(4).to_sparse())
 
 
