@@ -10,7 +10,7 @@ import math
 import re
 
 from benchmarks.quality import page_told
-from benchmarks.quality.page_language import language
+from benchmarks.quality.page_language import language, losses
 from benchmarks.quality.page_parts import (
     EXACT,
     about,
@@ -78,6 +78,14 @@ def sentences() -> str:
         rows.append((named(row), *cells, row["cosine_mean"], row["cosine_worst"], row["n"]))
     head = ("attention", "right first", "reciprocal rank", "cosine", "worst cosine", "n")
     return table(head, rows) + "\n\n" + about("sentences_retrieval.csv")
+
+
+def decoder() -> str:
+    """The pretrained language model."""
+    rows = read(HERE / "decoder_perplexity.csv")
+    return losses(rows, "length", {rows[0]["length"]: f"{rows[0]['length']} tokens"}) + (
+        "\n\n" + about("decoder_perplexity.csv")
+    )
 
 
 def layers() -> str:
@@ -238,6 +246,8 @@ TABLES = {
     "steps": steps,
     "language": language,
     "sentences": sentences,
+    "decoder": decoder,
+    "decoder told": page_told.decoder,
     "layers": layers,
     "keys": keys,
     "papers": papers,

@@ -31,7 +31,8 @@ def _thousandths(row: dict[str, str]) -> str:
     return f"{value:+.2f} [{low:+.2f}, {high:+.2f}]"
 
 
-def _losses(rows: Rows, key: str, heads: dict[str, str]) -> str:
+def losses(rows: Rows, key: str, heads: dict[str, str]) -> str:
+    """Perplexity of exact attention and what each condition adds to the loss, by a column."""
     found = []
     for by_key in by_condition(rows, key).values():
         first = next(iter(by_key.values()))
@@ -73,7 +74,7 @@ def perplexity() -> str:
     rows = read(HERE / "language_perplexity.csv")
     lengths = sorted({int(row["length"]) for row in rows})
     heads = {str(length): f"{length // 1024}k" for length in lengths}
-    return _losses(rows, "length", heads) + "\n\n" + about("language_perplexity.csv")
+    return losses(rows, "length", heads) + "\n\n" + about("language_perplexity.csv")
 
 
 def positions() -> str:
@@ -85,7 +86,7 @@ def positions() -> str:
         str(end): f"{start // 1024}k to {end // 1024}k"
         for start, end in zip(starts, ends, strict=True)
     }
-    return _losses(rows, "band_end", heads) + "\n\n" + about("language_positions.csv")
+    return losses(rows, "band_end", heads) + "\n\n" + about("language_positions.csv")
 
 
 def recall() -> str:

@@ -185,6 +185,20 @@ def sentences() -> str:
     )
 
 
+def decoder() -> str:
+    """What the pretrained language model's table shows."""
+    rows = {row["condition"]: row for row in read(HERE / "decoder_perplexity.csv")}
+    added = {name: 1000 * float(row["minus_exact"]) for name, row in rows.items()}
+    eight = [value for name, value in added.items() if bits(name, 8)]
+    four = [value for name, value in added.items() if bits(name, 4)]
+    return (
+        f"8-bit recipes change its loss by {min(eight):+.1f} to {max(eight):+.1f} thousandths of a "
+        f"nat, INT4 by {min(four):+.0f} to {max(four):+.0f}, INT4 without smoothing by "
+        f"{added['sage2_4 without smoothing']:+.0f}, naive INT8 by {added[NAIVE]:+.1f}, 8 bits "
+        f"without K smoothing (`sage2_8`) by {added['sage2_8 without K smoothing']:+.1f}."
+    )
+
+
 def layers() -> str:
     """What keys and layers show."""
     worst: dict[str, dict[str, float]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from benchmarks.quality import page, tables
+from benchmarks.quality import page, page_told, predicted, tables
 
 TEXT = page.PAGE.read_text(encoding="utf-8")
 
@@ -35,3 +35,18 @@ def test_a_command_forgets_where_it_wrote() -> None:
     words = ["--captions", "4", "--out", "/tmp/x", "--only", "naive INT8", "--commit", "abc"]
     wanted = "python -m benchmarks.quality.demo --captions 4 --only 'naive INT8'"
     assert tables.command_of("demo", words) == wanted
+
+
+def test_the_error_model_s_table_follows_from_the_others() -> None:
+    *rows, last = tables.read(tables.HERE / "language_error_model.csv")
+    made = predicted.rows()
+    kept = [{name: row[name] for name in made[0]} for row in rows]
+    assert kept == [{name: str(value) for name, value in row.items()} for row in made]
+    assert float(last["predicted"]) == round(predicted.correlation(made), 3)
+
+
+def test_names_in_a_sentence() -> None:
+    assert page_told.listed(["a", "b", "c"]) == "a, b and c"
+    assert page_told.listed(["a"]) == "a"
+    assert page_told.listed([]) == "none"
+    assert page_told.quoted(["exact, another seed", "x"]) == '"exact, another seed" and x'
