@@ -31,6 +31,15 @@ class Measured:
     def unpatched_ms(self) -> float:
         return float(self.rows[UNPATCHED]["ms_median"])
 
+    def host_ms(self, mode: str) -> float:
+        """When the host had handed over the last launch of a forward."""
+        return float(self.parts[mode]["host_ms"])
+
+    def calls(self, mode: str) -> dict[str, int]:
+        """Attention calls of a forward by kernel."""
+        served = (part.split(" ", 1) for part in self.parts[mode]["kernels"].split("; "))
+        return {kernel: int(count) for count, kernel in served}
+
     def speedup(self, mode: str = CALIBRATED) -> float:
         return float(self.rows[mode]["speedup"])
 
@@ -66,10 +75,10 @@ class Measured:
         return attention / left if left > 0 else float("inf")
 
 
-def measured(folder: Path = HERE) -> list[Measured]:
+def measured(folder: Path = HERE, name: str = "h200_end_to_end") -> list[Measured]:
     """Everything that was measured, in the order of the file."""
-    rows = _by_model(_read(folder / "h200_end_to_end.csv"))
-    parts = _by_model(_read(folder / "h200_end_to_end_parts.csv"))
+    rows = _by_model(read(folder / f"{name}.csv"))
+    parts = _by_model(read(folder / f"{name}_parts.csv"))
     found = []
     for (model, compiled), modes in rows.items():
         # Of another run than the times they would explain nothing.
@@ -90,7 +99,8 @@ def _by_model(rows: list[Row]) -> dict[tuple[str, str], dict[str, Row]]:
     return found
 
 
-def _read(path: Path) -> list[Row]:
+def read(path: Path) -> list[Row]:
+    """The rows of a file, none where there is none."""
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as file:
