@@ -203,7 +203,8 @@ def calibrate_runs(
     rows = () if kept is None else (row for layer in kept.layers for row in layer.rows)
     before = {(row.run, row.step): row.at for row in rows}
     pace = Pace(held=[at for at in before.values() if at is not None])
-    patch.calibrate_itself(pace)
+    lost = {} if kept is None else {layer.site: layer.unmeasured for layer in kept.layers}
+    patch.calibrate_itself(pace, lost)
     done: list[str] = []
 
     def measured() -> Calibration:

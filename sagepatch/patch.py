@@ -5,7 +5,7 @@ itself.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -75,6 +75,7 @@ class Patch:
         self._stopwatch = Stopwatch()
         self._pace = Pace()
         self._costs = Costs()
+        self._lost: dict[str, tuple[str, ...]] = {}
         self._settles = True
         self._tables: dict[str, LayerCalibration] = {}
         self._entries: dict[str, PlanEntry] = {}
@@ -262,10 +263,13 @@ class Patch:
         for layer in self.layers:
             layer.run_with(request, f"variant={request.variant!r} was asked for")
 
-    def calibrate_itself(self, pace: Pace | None = None) -> None:
+    def calibrate_itself(
+        self, pace: Pace | None = None, lost: Mapping[str, tuple[str, ...]] | None = None
+    ) -> None:
         """Let every layer measure its kernels on its first calls, or on those that a pace says,
-        without end.
+        without end; `lost` are kernels that earlier sittings had no time for, by layer.
         """
+        self._lost = dict(lost or {})
         self._pace, self._settles = pace or Pace(), pace is None
         if not self.policy.emulate:
             self._pace.layers = len(self.layers)
@@ -297,7 +301,8 @@ class Patch:
     def _measure(self, layer: PatchedLayer) -> None:
         # A second thread may come here for the same first call: keep what the first one began.
         done = self._settle if self._settles else None
-        made = LayerCalibration(self._stopwatch, done, self._pace, costs=self._costs)
+        lost = self._lost.get(layer.name, ())
+        made = LayerCalibration(self._stopwatch, done, self._pace, costs=self._costs, lost=lost)
         table = self._tables.setdefault(layer.name, made)
         self._entries.pop(layer.name, None)
         layer.reason = "still calibrating: exact until it has seen enough calls"

@@ -64,6 +64,8 @@ class LayerCalibration:
     remedies: tuple[Remedy, ...] = ()
     calls: int = 0
     costs: Costs = field(default_factory=Costs, repr=False)
+    # What earlier sittings had no time for at this layer.
+    lost: tuple[str, ...] = ()
     # The run and the place in it that calls are counted in, and how many there were; the run that
     # `calls` is counted in, and the calls before it.
     _step: tuple[int, Place | None, int] = (0, None, 0)
@@ -137,22 +139,22 @@ class LayerCalibration:
         with timing.running():
             us_exact = self.stopwatch.us(SDPA, call, spec) if timed else None
             for variant in tried if timed else ():
-                with self._only_this_one(layer, variant, spec):
+                with only_this_one(layer, variant, spec):
                     times[variant.name] = self.stopwatch.us(variant, call, spec)
         serving = [v for v in tried if v.name in times] if timed else tried
         order = by_use(serving, times, us_exact)
-        # One that an earlier sample lacks cannot be chosen any more.
-        lost = {name for row in self.rows for name in row.skipped}
+        # One that an earlier sample lacks for time cannot be chosen any more.
+        lost = {*self.lost, *(name for row in self.rows for name in row.skipped)}
         order = [variant for variant in order if variant.name not in lost]
         room = self.pace.room(place, timing) if timed else math.inf
-        many = self.costs.affordable(room, len(order))
+        many = self.costs.affordable(room, len(order), spec)
         if place is not None and place.steps < FEW_STEPS and self.done is None and not timed:
             order = sorted(order, key=lambda variant: variant.recipe.name not in EMULATED_FEW)
             many = sum(variant.recipe.name in EMULATED_FEW for variant in order) or many
         taken: dict[str, Rows] = {}
-        with self.costs.counting("candidate", of=taken):
+        with self.costs.counting("candidate", spec, of=taken):
             for variant in order[:many]:
-                with self._only_this_one(layer, variant, spec):
+                with only_this_one(layer, variant, spec):
                     taken[variant.name] = measured_rows(variant, call, exact)
             found = errors_of(taken)
         errors = {
@@ -161,8 +163,8 @@ class LayerCalibration:
             if variant.name in found
         }
         looked = None
-        if self.costs.admits_statistics(room):
-            with self.costs.counting("statistics"):
+        if self.costs.admits_statistics(room, spec):
+            with self.costs.counting("statistics", spec):
                 looked = statistics(call)
         made = Sample(
             # A run with a name may be taken up again: its calls have the same numbers then.
@@ -181,24 +183,23 @@ class LayerCalibration:
                 self.remedies = diagnosed(call, exact, made, self.remedies)
         return made
 
-    @contextmanager
-    def _only_this_one(
-        self, layer: PatchedLayer, variant: Variant, spec: AttnSpec
-    ) -> Iterator[None]:
-        """Let a candidate that cannot serve this call cost only itself; other exceptions go on,
-        with its name.
-        """
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            # The call itself fitted: only the measuring did not, so the run goes on.
-            layer.record.note(f"{variant.name} did not fit in memory while measured: {spec}")
-        except KernelUnavailable as error:
-            # Found before a launch: the other candidates are measured.
-            layer.record.note(str(error))
-        except Exception as error:
-            error.add_note(f"raised by {variant.name}, measured in layer {layer.name}: {spec}")
-            raise
+
+@contextmanager
+def only_this_one(layer: PatchedLayer, variant: Variant, spec: AttnSpec) -> Iterator[None]:
+    """Let a kernel that cannot serve this call while it is looked at cost only itself; other
+    exceptions go on, with its name.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        # The call itself fitted: only the measuring did not, so the run goes on.
+        layer.record.note(f"{variant.name} did not fit in memory while measured: {spec}")
+    except KernelUnavailable as error:
+        # Found before a launch: the other candidates are measured.
+        layer.record.note(str(error))
+    except Exception as error:
+        error.add_note(f"raised by {variant.name}, measured in layer {layer.name}: {spec}")
+        raise
 
 
 def refuse_capture(layer: PatchedLayer, call: Call, state: str) -> None:

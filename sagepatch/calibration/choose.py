@@ -22,6 +22,7 @@ FEWEST_SAMPLES = 2
 LEAST_GAIN = 0.05
 LEAST_GAIN_US = 20.0
 UNSERVED = "no quantised kernel serves this layer here"
+UNSHARED = "no kernel was measured in every sample"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,12 @@ def pays(us: float, us_exact: float) -> bool:
     (True, False, False, False)
     """
     return us <= us_exact - max(LEAST_GAIN * us_exact, LEAST_GAIN_US)
+
+
+def exact_time(rows: Sequence[Sample]) -> float | None:
+    """Median time of exact attention over some samples, None where nothing was timed."""
+    times = [row.us_exact for row in rows if row.us_exact is not None]
+    return median_high(times) if times else None
 
 
 def unseen(samples: int) -> str:

@@ -8,41 +8,44 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 
 from sagepatch.calibration.choose import pays
+from sagepatch.spec import AttnSpec
 from sagepatch.variant import Variant
 
 
 class Costs:
-    """Seconds that the parts of a sample took when they were last taken: "candidate" for one of
-    them, "statistics". Shared by the layers of one calibration.
+    """Seconds that the parts of a sample took when they were last taken on such a call:
+    "candidate" for one of them, "statistics". Shared by the layers of one calibration.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._last: dict[str, float] = {}
+        self._last: dict[tuple[str, AttnSpec], float] = {}
 
     @contextmanager
-    def counting(self, part: str, of: Sized | None = None) -> Iterator[None]:
+    def counting(self, part: str, spec: AttnSpec, of: Sized | None = None) -> Iterator[None]:
         """Remember what happens meanwhile as the cost of a part, or of each of the parts that `of`
         holds in the end. It must end with results that the host has waited for.
         """
         started = self._clock()
         yield
         if of is None or len(of):
-            self._last[part] = (self._clock() - started) / (1 if of is None else len(of))
+            took = self._clock() - started
+            self._last[part, spec] = took / (1 if of is None else len(of))
 
-    def affordable(self, room: float, most: int) -> int:
+    def affordable(self, room: float, most: int, spec: AttnSpec) -> int:
         """How many candidates a sample may measure in `room` seconds beside its statistics, up to
-        `most`; one always.
+        `most`; one always, and all where nobody knows what one costs.
         """
-        each = self._last.get("candidate", 0.0)
+        each = self._last.get(("candidate", spec), 0.0)
         if math.isinf(room) or not each:
             return most
-        left = room - self._last.get("statistics", 0.0)
+        left = room - self._last.get(("statistics", spec), 0.0)
         return max(1, min(most, math.floor(left / each)))
 
-    def admits_statistics(self, room: float) -> bool:
+    def admits_statistics(self, room: float, spec: AttnSpec) -> bool:
         """Whether `room` seconds hold one candidate and the statistics of its inputs."""
-        return room >= self._last.get("candidate", 0.0) + self._last.get("statistics", 0.0)
+        parts = ("candidate", "statistics")
+        return room >= sum(self._last.get((part, spec), 0.0) for part in parts)
 
 
 def by_use(

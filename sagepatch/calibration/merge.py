@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from sagepatch.calibration.keeping import kept
-from sagepatch.calibration.sample import Sample
+from sagepatch.calibration.sample import HeadErrors, Sample
 from sagepatch.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -74,14 +74,34 @@ def gathered(calibration: Calibration) -> Calibration:
 
 
 def _layer(tables: Sequence[LayerTable]) -> LayerTable:
-    """One layer of every process; a sample that two of them hold (a table taken up again) counts
-    once.
+    """One layer of every process; a sample that two of them hold (a table taken up again, or one
+    prompt of which each process sees some heads) counts once, at its worse.
     """
     rows: dict[tuple[object, ...], Sample] = {}
     for row in (row for table in tables for row in table.rows):
         # Nobody can tell whether two runs without a name are the same: all of them count.
-        rows[(row.run, row.call) if row.run else (len(rows),)] = row
+        key = (row.run, row.call) if row.run else (len(rows),)
+        rows[key] = _both(rows[key], row) if key in rows else row
     # What was tried at the worst sample of all.
     tried = [table.remedies for table in tables if table.remedies]
     worst = min(tried, key=lambda one: one[0].cosine, default=())
     return replace(tables[0], rows=kept(rows.values()), remedies=worst)
+
+
+def _both(one: Sample, other: Sample) -> Sample:
+    """Two measurements of one call as one: each candidate at its worse, if both have it or one had
+    no time for it.
+    """
+    errors: dict[str, HeadErrors] = {}
+    for name in dict.fromkeys((*one.errors, *other.errors)):
+        mine, theirs = one.errors.get(name), other.errors.get(name)
+        if mine is not None and theirs is not None:
+            errors[name] = min(mine, theirs, key=lambda found: (found.finite, found.worst.cosine))
+        elif mine is not None and name in other.skipped:
+            errors[name] = mine
+        elif theirs is not None and name in one.skipped:
+            errors[name] = theirs
+    skipped = dict.fromkeys((*one.skipped, *other.skipped))
+    return replace(
+        other, errors=errors, skipped=tuple(name for name in skipped if name not in errors)
+    )

@@ -13,10 +13,12 @@ from sagepatch.calibration.cells import Cell, cells
 from sagepatch.calibration.choose import (
     FEWEST_SAMPLES,
     UNSERVED,
+    UNSHARED,
     Choice,
     Summary,
     check_bound,
     choose,
+    exact_time,
     pays,
     unseen,
 )
@@ -107,14 +109,19 @@ def entry_at(layer: LayerTable, threshold: float, *, by_step: bool = True) -> Pl
     accurate enough there.
     """
     parts = cells(layer.rows, by_step and layer.samples >= FEWEST_SAMPLES)
-    found, us_exact = layer.candidates, layer.us_exact
+    found = layer.candidates
 
-    def choice(summaries: Mapping[str, Summary], samples: int) -> Choice:
-        return choose(summaries, samples=samples, threshold=threshold, us_exact=us_exact)
+    def choice(summaries: Mapping[str, Summary], rows: Sequence[Sample]) -> Choice:
+        # Times of the same calls as the candidates': calls of several lengths may be in a table.
+        us_exact = exact_time(rows)
+        made = choose(summaries, samples=len(rows), threshold=threshold, us_exact=us_exact)
+        if not summaries and layer.unmeasured and made.reason == UNSERVED:
+            return replace(made, reason=UNSHARED)
+        return made
 
-    whole = choice(found, layer.samples)
+    whole = choice(found, layer.rows)
     choices = [
-        whole if len(parts) == 1 else choice(layer.over(cell.judged, found), len(cell.judged))
+        whole if len(parts) == 1 else choice(layer.over(cell.judged, found), cell.judged)
         for cell in parts
     ]
     if {one.variant for one in choices} == {whole.variant}:
@@ -149,7 +156,7 @@ def _bounded(
     if layer.samples < FEWEST_SAMPLES:
         reason = unseen(layer.samples)
     elif not found:
-        reason = UNSERVED
+        reason = UNSHARED if layer.unmeasured else UNSERVED
     choices = []
     for place, (cell, option) in enumerate(zip(parts, picked, strict=True)):
         if option is not None:

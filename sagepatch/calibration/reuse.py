@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from sagepatch.backends.catalogue import BY_NAME, CATALOGUE, SDPA
-from sagepatch.calibration.capture import candidate_variants, refuse_capture
+from sagepatch.calibration.capture import candidate_variants, only_this_one, refuse_capture
 from sagepatch.calibration.choose import pays
 from sagepatch.calibration.measure import Stopwatch
 from sagepatch.layer import PatchedLayer
@@ -66,7 +66,10 @@ class TimeAgain:
         """Settle the layer on its first call of several queries where times can be taken."""
         refuse_capture(layer, call, "is still to be timed on this GPU")
         spec = call.spec()
-        us_exact = self.stopwatch.us(SDPA, call, spec) if spec.q_len > 1 else None
+        us_exact = None
+        if spec.q_len > 1:
+            with only_this_one(layer, SDPA, spec):
+                us_exact = self.stopwatch.us(SDPA, call, spec)
         if us_exact is None:
             return run_exact(call)
         self.settle(layer, self._timed(layer, call, spec, us_exact))
@@ -77,7 +80,9 @@ class TimeAgain:
         recipes = _recipes(entry).union(*map(_recipes, entry.ranges))
         times = {SDPA.name: us_exact}
         for variant in candidate_variants(spec, layer, recipes, call):
-            us = self.stopwatch.us(variant, call, spec)
+            us = None
+            with only_this_one(layer, variant, spec):
+                us = self.stopwatch.us(variant, call, spec)
             if us is not None:
                 times[variant.name] = us
         ranges = tuple(_fastest(part, times) for part in entry.ranges)

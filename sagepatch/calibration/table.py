@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from statistics import median_high
 
-from sagepatch.calibration.choose import Summary
+from sagepatch.calibration.choose import Summary, exact_time
 from sagepatch.calibration.merge import gathered, merged
 from sagepatch.calibration.planning import solved
 from sagepatch.calibration.sample import Remedy, Sample
@@ -44,8 +43,7 @@ class LayerTable:
     @property
     def us_exact(self) -> float | None:
         """Median time of exact attention in microseconds, None where nothing was timed."""
-        times = [row.us_exact for row in self.rows if row.us_exact is not None]
-        return median_high(times) if times else None
+        return exact_time(self.rows)
 
     @property
     def max_abs_v(self) -> float | None:

@@ -11,7 +11,12 @@ from typing import Any
 
 from sagepatch.backends.catalogue import BY_NAME, SDPA
 from sagepatch.calibration.cells import Cell, cells
-from sagepatch.calibration.choose import FEWEST_SAMPLES, LEAST_GAIN, LEAST_GAIN_US
+from sagepatch.calibration.choose import (
+    FEWEST_SAMPLES,
+    LEAST_GAIN,
+    LEAST_GAIN_US,
+    exact_time,
+)
 from sagepatch.calibration.planning import costs, entry_at, options
 from sagepatch.calibration.sample import HeadErrors
 from sagepatch.calibration.table import LayerTable
@@ -156,6 +161,7 @@ def _cell(layer: LayerTable, cell: Cell, cost: Mapping[str, float]) -> dict[str,
         "end": cell.end,
         "share": cell.share,
         "samples": len(cell.judged),
+        "us_exact": exact_time(cell.judged),
         "candidates": [
             {
                 "variant": name,

@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from models.layers import call, layer
+from models.layers import call, layer, sample
 
 from sagepatch.backends.catalogue import BY_NAME
 from sagepatch.calibration import capture
@@ -57,16 +57,17 @@ def test_what_no_plan_takes_is_measured_last() -> None:
 
 
 def test_room_buys_statistics_before_a_second_candidate() -> None:
-    clock = Clock()
+    clock, spec = Clock(), call().spec()
     costs = Costs(clock)
-    assert costs.affordable(0.001, 4) == 4
-    with costs.counting("candidate", of=[1, 2]):
+    assert costs.affordable(0.001, 4, spec) == 4
+    with costs.counting("candidate", spec, of=[1, 2]):
         clock.now += 2.0
-    with costs.counting("statistics"):
+    with costs.counting("statistics", spec):
         clock.now += 0.5
+    rooms = (-3.0, 1.0, 1.5, 2.4, 2.5, 9.0, math.inf)
     found = {
-        room: (costs.affordable(room, 4), costs.admits_statistics(room))
-        for room in (-3.0, 1.0, 1.5, 2.4, 2.5, 9.0, math.inf)
+        room: (costs.affordable(room, 4, spec), costs.admits_statistics(room, spec))
+        for room in rooms
     }
     assert found == {
         -3.0: (1, False),
@@ -77,6 +78,19 @@ def test_room_buys_statistics_before_a_second_candidate() -> None:
         9.0: (4, True),
         math.inf: (4, True),
     }
+
+
+# An adversary's: a large layer's cost cut what a small one measured.
+def test_calls_of_another_size_have_costs_of_their_own() -> None:
+    clock = Clock()
+    costs, large, small = Costs(clock), call(Sq=64).spec(), call(Sq=8).spec()
+    with costs.counting("candidate", large):
+        clock.now += 1.0
+    assert costs.affordable(0.3, 6, small) == 6
+    with costs.counting("candidate", small):
+        clock.now += 0.01
+    assert costs.affordable(0.3, 6, large) == 1
+    assert costs.affordable(0.3, 6, small) == 6
 
 
 def calibrated(monkeypatch, steps: int, layers: int, own: float):
@@ -182,3 +196,26 @@ def test_a_short_schedule_emulates_one_candidate_a_tier() -> None:
         made = LayerTable("a", "self", tuple(table.rows))
         assert set(made.names) == {f"emulated.{name}" for name in wanted}
         assert set(made.unmeasured) == {f"emulated.{name}" for name in set(RECIPES) - wanted}
+
+
+# An adversary's: two sittings that had no time for different candidates left none.
+def test_a_sitting_measures_what_the_one_before_had_time_for() -> None:
+    given = LayerCalibration(Stopwatch(), None, lost=("emulated.sage2pp_8", "emulated.sage1_b"))
+    for number in range(2):
+        given.observe(layer(), call(seed=number))
+    table = LayerTable("a", "self", tuple(given.rows))
+    assert set(table.names) == {"emulated.sage2_8", "emulated.sage1_b_f32"}
+    assert set(table.unmeasured) == {"emulated.sage2pp_8", "emulated.sage1_b"}
+
+
+def test_layers_whose_samples_share_no_candidate_say_so() -> None:
+    first, second = KERNELS[0].name, KERNELS[1].name
+    rows = (
+        sample(1, {first: 0.9999}, us={first: 50.0}, us_exact=100.0),
+        sample(2, {second: 0.9999}, us={second: 50.0}, us_exact=100.0),
+    )
+    rows = tuple(
+        replace(row, skipped=(name,)) for row, name in zip(rows, (second, first), strict=True)
+    )
+    entry = entry_at(LayerTable("a", "self", rows), 0.998)
+    assert entry.reason.startswith("no kernel was measured in every sample; not measured")

@@ -89,3 +89,28 @@ def test_what_differs_is_named(changes, told) -> None:
 def test_gathering_needs_a_group() -> None:
     with pytest.raises(InvalidArgument, match="torchrun or accelerate launch, or use merge"):
         calibration(table()).gather()
+
+
+# An adversary's: of one prompt seen by two processes the first one's heads decided.
+def test_of_two_measurements_of_one_call_the_worse_counts() -> None:
+    def table(cosine: float):
+        rows = tuple(sample(n, {FAST: cosine, SAFE: 0.9999}, run="a") for n in (1, 2))
+        return calibration(LayerTable("x", "self", rows), runs=("a",))
+
+    for pair in ((table(0.9999), table(0.9)), (table(0.9), table(0.9999))):
+        (layer,) = pair[0].merge(pair[1]).layers
+        assert (layer.samples, layer.candidates[FAST].cosine) == (2, 0.9)
+
+
+def test_what_one_process_had_no_time_for_is_taken_from_the_other() -> None:
+    whole = sample(1, {FAST: 0.9999, SAFE: 0.99999}, run="a")
+    short = replace(sample(1, {FAST: 0.9999}, run="a"), skipped=(SAFE,))
+    failed = sample(1, {FAST: 0.9999}, run="a")
+
+    def names(*rows):
+        tables = [calibration(LayerTable("x", "self", (row,)), runs=("a",)) for row in rows]
+        return tables[0].merge(*tables[1:]).layers[0].names
+
+    assert set(names(whole, short)) == set(names(short, whole)) == {FAST, SAFE}
+    # It was tried and could not serve.
+    assert set(names(whole, failed)) == {FAST}

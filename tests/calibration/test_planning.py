@@ -217,3 +217,16 @@ def test_sixty_layers_of_fifty_steps_and_eight_kernels_are_solved_in_under_a_sec
         plan = made.plan(**bound)
         assert time.process_time() - start < 1
         assert sum(len(entry.ranges) for entry in plan.entries) > 60
+
+
+# An adversary's: a part of short calls was compared with exact attention on long ones.
+def test_times_are_of_the_calls_that_they_are_compared_with() -> None:
+    def row(step: int, us: float, us_exact: float):
+        return sample(step + 1, {FAST: 0.9995}, (step, 20), us={FAST: us}, us_exact=us_exact)
+
+    # Long calls in the first half of the schedule, short ones in the second, where exact is faster.
+    long = [row(step, 2000.0, 4000.0) for step in (0, 1, 2, 3, 6, 7, 8, 9)]
+    short = [row(step, 130.0, 100.0) for step in (12, 13, 18, 19)]
+    entry = entry_at(LayerTable("a", "self", (*long, *short)), 0.998)
+    assert ran(entry, 20)[0] == FAST
+    assert ran(entry, 20)[-1] == SDPA.name

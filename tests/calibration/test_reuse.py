@@ -22,6 +22,7 @@ from sagepatch.calibration.reuse import (
     stale,
 )
 from sagepatch.dispatch import Request
+from sagepatch.errors import KernelUnavailable
 from sagepatch.ops import run_exact
 from sagepatch.plan import PlanRange
 
@@ -133,6 +134,26 @@ class TestTimeAgain:
         assert (new.variant, new.alternatives) == (SDPA.name, {FAST: 1})
         clock[SDPA.name] = clock[FAST] + LEAST_GAIN_US
         assert self.settled(entry("x", FAST))[1].variant == FAST
+
+    # An adversary's: it raised out of the user's generation.
+    @pytest.mark.parametrize(
+        "error", [KernelUnavailable("does not compile here"), torch.OutOfMemoryError("full")]
+    )
+    def test_a_kernel_that_cannot_be_timed_here_is_not_taken(
+        self, clock, monkeypatch, error
+    ) -> None:
+        real = Stopwatch.us
+
+        def us(self, variant, one, spec):
+            if variant.name == FAST:
+                raise error
+            return real(self, variant, one, spec)
+
+        monkeypatch.setattr(Stopwatch, "us", us)
+        seen = layer()
+        _, new = self.settled(entry("x", FAST, alternatives={SAFE: 1}), seen)
+        assert new.variant in (SAFE, SDPA.name)
+        assert len(seen.record.notes) == 1
 
     def test_an_entry_that_was_exact_for_speed_may_quantise_here(self, clock) -> None:
         _, new = self.settled(entry("x", SDPA.name, alternatives={FAST: 1, SAFE: 1}))

@@ -79,7 +79,7 @@ function solve(layer, threshold, byStep, facts) {
   const parts = [];
   const why = [];
   for (const cell of byStep ? layer.cells : layer.whole) {
-    const choice = choose({ ...cell, us_exact: layer.us_exact }, threshold, facts);
+    const choice = choose(cell, threshold, facts);
     const last = parts.at(-1);
     if (last?.variant === choice.variant) {
       last.end = cell.end;
