@@ -29,16 +29,14 @@ def cost() -> str:
         groups.setdefault((device, row["model"], int(row["steps"])), []).append(row)
     found = []
     for (device, model, steps), rows in groups.items():
-        # The least one is a machine without other work; a machine compiles in the first round.
         ratios = sorted(float(row["ratio"]) for row in rows)
         own = min(float(row["run_s"]) for row in rows)
         measured = max(len(row["measured_steps"].split()) for row in rows)
         shown = f"{ratios[0]:.2f}" + (f" to {ratios[-1]:.2f}" if len(ratios) > 1 else "")
-        compiled = max(float(row["compiling_s"]) for row in rows)
+        known = [float(row["compiling_s"]) for row in rows if row["compiling_s"]]
+        compiled = f"{max(known):.1f}" if known else ""
         candidates = min(int(row["candidates"]) for row in rows)
-        found.append(
-            (device, model, steps, f"{own:.2f}", shown, f"{compiled:.1f}", measured, candidates)
-        )
+        found.append((device, model, steps, f"{own:.2f}", shown, compiled, measured, candidates))
     head = (
         *("device", "model", "steps", "a generation, s", "measuring over it"),
         *("compiling, s", "steps measured", "kernels compared everywhere"),
