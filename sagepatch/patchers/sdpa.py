@@ -8,6 +8,7 @@ transformers.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import threading
 import types
@@ -41,7 +42,7 @@ DROPOUT = "training: dropout needs the original call"
 SUBCLASS = "q, k or v is a nested tensor or another tensor subclass"
 RANK = "q, k and v are not 4-dimensional"
 MASK = "the mask is given together with is_causal, or is of integers or of a shape of its own"
-OPTIONS = "is_causal or enable_gqa is no bool, of which torch may complain"
+OPTIONS = "is_causal, enable_gqa or scale is of a kind that torch may complain of"
 SHAPES = "q, k and v differ in batch, heads, dtype or device as only torch's SDPA may allow"
 
 
@@ -151,6 +152,8 @@ def sdpa_call(
         return DROPOUT
     if not isinstance(is_causal, bool) or not isinstance(enable_gqa, bool):
         return OPTIONS
+    if scale is not None and not abs(scale) < math.inf:
+        return OPTIONS
     if not _agree(query, key, value, enable_gqa):
         return SHAPES
     if attn_mask is not None and (is_causal or not _fits(attn_mask, query, key)):
@@ -198,6 +201,8 @@ def _why_left(module: nn.Module) -> str | None:
         return "torch.nn.MultiheadAttention keeps its own fused path"
     if uses_attention_interface(owner):
         return None
+    if inspect.isgeneratorfunction(owner.forward) or inspect.iscoroutinefunction(owner.forward):
+        return f"{owner.__name__}.forward is a generator or coroutine, which runs after its call"
     if not calls_sdpa(owner):
         return _own_way(owner) if named_attention(module) else None
     if getattr(module, "fused_attn", True) is False:

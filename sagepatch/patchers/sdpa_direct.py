@@ -80,8 +80,10 @@ def direct(function: Any, owner: type) -> types.FunctionType | None:
             met[name] = _attention
         else:
             return None
-    # Made anew for each call, which takes a microsecond and keeps nobody's module alive.
-    copy = types.FunctionType(code, _Globals(source, met), code.co_name, function.__defaults__)
+    # Made anew for each call, in two microseconds: names mean what they mean then, and nobody's
+    # module is kept alive. What a call writes on globals' behalf goes where it would.
+    source.setdefault("__warningregistry__", {})
+    copy = types.FunctionType(code, source | met, code.co_name, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
@@ -143,17 +145,6 @@ def _names_to_meet(function: types.FunctionType, owner: type) -> tuple[str, ...]
 def _elsewhere(value: Any) -> bool:
     """Whether this is a function that calls torch's SDPA itself, from whatever file."""
     return isinstance(value, types.FunctionType) and SDPA in names_in(value.__code__)
-
-
-class _Globals(dict[str, Any]):
-    """The globals of a module as they are at each moment, but for the names in `met`."""
-
-    def __init__(self, source: dict[str, Any], met: dict[str, Any]) -> None:
-        super().__init__(met, __builtins__=source["__builtins__"], __name__=source["__name__"])
-        self._source = source
-
-    def __missing__(self, name: str) -> Any:
-        return self._source[name]
 
 
 class _Functional(types.ModuleType):

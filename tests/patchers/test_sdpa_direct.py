@@ -7,8 +7,10 @@ from __future__ import annotations
 import functools
 import gc
 import threading
+import types
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -244,6 +246,70 @@ def test_a_name_that_comes_to_mean_something_else_is_followed(
         assert patch.layers[0].record.calls == 2
 
 
+class Telling(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        warnings.warn("once a place", stacklevel=1)
+        return F.scaled_dot_product_attention(*self.qkv(x))
+
+
+def test_a_warning_is_given_once() -> None:
+    model = Telling().eval()
+    with warnings.catch_warnings(record=True) as told, torch.no_grad(), patched(model):
+        warnings.simplefilter("default")
+        for _ in range(3):
+            model(x())
+    assert [str(w.message) for w in told] == ["once a place"]
+
+
+def test_code_replaced_in_place_is_followed() -> None:
+    """As IPython's autoreload does."""
+
+    class Reloaded(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(*self.qkv(x))
+
+    def newer(self: Base, x: Tensor) -> Tensor:
+        return 3 * F.scaled_dot_product_attention(*self.qkv(x))
+
+    model = Reloaded().eval()
+    with torch.no_grad(), patched(model):
+        before = model(x())
+        Reloaded.forward.__code__ = newer.__code__
+        assert torch.equal(model(x()), 3 * before)
+
+
+def test_a_method_over_globals_of_its_own() -> None:
+    class Made(Base):
+        forward = types.FunctionType(ByModule.forward.__code__, {"F": F, "modes": modes})
+
+    model = Made().eval()
+    with torch.no_grad(), patched(model) as patch:
+        model(x())
+        assert patch.layers[0].record.calls == 1
+
+
+def test_a_method_that_compiles_something_itself() -> None:
+    class Compiling(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            scaled = torch.compile(lambda t: torch.tanh(t) * SCALE, backend="eager", fullgraph=True)
+            return scaled(F.scaled_dot_product_attention(*self.qkv(x)))
+
+    model = Compiling().eval()
+    with torch.no_grad(), patched(model) as patch:
+        model(x())
+        assert patch.layers[0].record.calls == 1
+
+
+def test_a_generator_is_left() -> None:
+    class Yielding(nn.Module):
+        def forward(self, x: Tensor) -> Iterator[Tensor]:
+            yield F.scaled_dot_product_attention(x, x, x)
+
+    patch = sagepatch.apply(nn.Sequential(ByModule(), Yielding()), variant="exact")
+    assert len(patch.layers) == 1
+    patch.restore()
+
+
 def test_no_class_is_kept_alive() -> None:
     def scope() -> weakref.ref[type[Base]]:
         class Local(Base):
@@ -336,3 +402,7 @@ def test_a_wrapper_of_torch_s_own_keeps_its_say(
         assert torch.equal(model(x()), ours)
         assert heard == [1]
         assert patch.layers[0].record.calls == 2
+    with torch.no_grad(), sagepatch.apply(model, variant="exact"):
+        for calls in (2, 3):
+            model(x())
+            assert len(heard) == calls
