@@ -20,10 +20,15 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import sagepatch
-from sagepatch.patchers.sdpa_direct import direct
+from sagepatch.patchers.sdpa_direct import GENUINE, direct
 
 SCALE = 1.0
 CALLS = 0
+
+
+def test_torch_has_one_sdpa() -> None:
+    """All that is met is met by this identity."""
+    assert F.scaled_dot_product_attention is GENUINE
 
 
 def modes() -> int:
