@@ -95,6 +95,28 @@ def exact_time(rows: Sequence[Sample]) -> float | None:
     return median_high(times) if times else None
 
 
+class Times:
+    """How long each kernel takes on each kind of call of a layer: the median over all its samples
+    of that kind, so that equal calls have equal times in every part of the schedule.
+    """
+
+    def __init__(self, rows: Sequence[Sample]) -> None:
+        taken: dict[tuple[str, str], list[float]] = {}
+        for row in rows:
+            if row.us_exact is not None:
+                taken.setdefault((row.shape, SDPA.name), []).append(row.us_exact)
+            for name, errors in row.errors.items():
+                if errors.us is not None:
+                    taken.setdefault((row.shape, name), []).append(errors.us)
+        self._known = {key: median_high(times) for key, times in taken.items()}
+
+    def us(self, rows: Sequence[Sample], name: str) -> float | None:
+        """The median over some samples of a kernel's time on calls of their kinds."""
+        kinds = ((row.shape, name) for row in rows)
+        times = [self._known[kind] for kind in kinds if kind in self._known]
+        return median_high(times) if times else None
+
+
 def unseen(samples: int) -> str:
     """Why a layer with so few samples stays exact."""
     return f"only {samples} of {FEWEST_SAMPLES} samples seen: stays exact"

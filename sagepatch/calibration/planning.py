@@ -16,9 +16,9 @@ from sagepatch.calibration.choose import (
     UNSHARED,
     Choice,
     Summary,
+    Times,
     check_bound,
     choose,
-    exact_time,
     pays,
     unseen,
 )
@@ -109,11 +109,12 @@ def entry_at(layer: LayerTable, threshold: float, *, by_step: bool = True) -> Pl
     accurate enough there.
     """
     parts = cells(layer.rows, by_step and layer.samples >= FEWEST_SAMPLES)
-    found = layer.candidates
+    found, times = layer.candidates, Times(layer.rows)
 
     def choice(summaries: Mapping[str, Summary], rows: Sequence[Sample]) -> Choice:
-        # Times of the same calls as the candidates': calls of several lengths may be in a table.
-        us_exact = exact_time(rows)
+        # Times of the calls that are judged: calls of several lengths may be in a table.
+        us_exact = times.us(rows, SDPA.name)
+        summaries = {name: replace(one, us=times.us(rows, name)) for name, one in summaries.items()}
         made = choose(summaries, samples=len(rows), threshold=threshold, us_exact=us_exact)
         if not summaries and layer.unmeasured and made.reason == UNSERVED:
             return replace(made, reason=UNSHARED)

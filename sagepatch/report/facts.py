@@ -15,7 +15,7 @@ from sagepatch.calibration.choose import (
     FEWEST_SAMPLES,
     LEAST_GAIN,
     LEAST_GAIN_US,
-    exact_time,
+    Times,
 )
 from sagepatch.calibration.planning import costs, entry_at, options
 from sagepatch.calibration.sample import HeadErrors
@@ -120,15 +120,15 @@ def _kernels(layers: Iterable[LayerTable]) -> dict[str, dict[str, Any]]:
 
 def _layer(layer: LayerTable, row: LayerRow, steps: Sequence[Step]) -> dict[str, Any]:
     enough = layer.samples >= FEWEST_SAMPLES
-    cost = costs(layer, layer.candidates)
+    cost, times = costs(layer, layer.candidates), Times(layer.rows)
     return {
         "site": row.name,
         "us_exact": layer.us_exact,
         "runs": _runs(row),
         "reason": row.reason,
         "calls": row.calls_as_measured,
-        "cells": [_cell(layer, cell, cost) for cell in cells(layer.rows, enough)],
-        "whole": [_cell(layer, cell, cost) for cell in cells(layer.rows, by_step=False)],
+        "cells": [_cell(layer, cell, cost, times) for cell in cells(layer.rows, enough)],
+        "whole": [_cell(layer, cell, cost, times) for cell in cells(layer.rows, by_step=False)],
         "us": {name: summary.us for name, summary in layer.candidates.items()},
         "steps": {name: _errors(layer, name, steps) for name in layer.names},
     }
@@ -150,7 +150,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _cell(layer: LayerTable, cell: Cell, cost: Mapping[str, float]) -> dict[str, Any]:
+def _cell(layer: LayerTable, cell: Cell, cost: Mapping[str, float], times: Times) -> dict[str, Any]:
     """One part of the schedule: what decides there, and what it weighs. `error` is what the error
     model of `calibration.solve` adds up, None for a part without samples of its own.
     """
@@ -161,7 +161,7 @@ def _cell(layer: LayerTable, cell: Cell, cost: Mapping[str, float]) -> dict[str,
         "end": cell.end,
         "share": cell.share,
         "samples": len(cell.judged),
-        "us_exact": exact_time(cell.judged),
+        "us_exact": times.us(cell.judged, SDPA.name),
         "candidates": [
             {
                 "variant": name,
@@ -171,7 +171,7 @@ def _cell(layer: LayerTable, cell: Cell, cost: Mapping[str, float]) -> dict[str,
                 "norm_ratio": finite(summary.norm_ratio),
                 "worst_head": summary.worst_head,
                 "worst_place": summary.worst_place or f"call {summary.worst_call}",
-                "us": summary.us,
+                "us": times.us(cell.judged, name),
                 "error": errors.get(name),
             }
             for name, summary in layer.over(cell.judged).items()

@@ -222,7 +222,8 @@ def test_sixty_layers_of_fifty_steps_and_eight_kernels_are_solved_in_under_a_sec
 # An adversary's: a part of short calls was compared with exact attention on long ones.
 def test_times_are_of_the_calls_that_they_are_compared_with() -> None:
     def row(step: int, us: float, us_exact: float):
-        return sample(step + 1, {FAST: 0.9995}, (step, 20), us={FAST: us}, us_exact=us_exact)
+        made = sample(step + 1, {FAST: 0.9995}, (step, 20), us={FAST: us}, us_exact=us_exact)
+        return replace(made, shape=f"1x2x{us_exact:.0f}x64")
 
     # Long calls in the first half of the schedule, short ones in the second, where exact is faster.
     long = [row(step, 2000.0, 4000.0) for step in (0, 1, 2, 3, 6, 7, 8, 9)]
@@ -230,3 +231,17 @@ def test_times_are_of_the_calls_that_they_are_compared_with() -> None:
     entry = entry_at(LayerTable("a", "self", (*long, *short)), 0.998)
     assert ran(entry, 20)[0] == FAST
     assert ran(entry, 20)[-1] == SDPA.name
+
+
+# An adversary's: times of equal calls that differ by noise put plans out of their order.
+def test_equal_calls_have_equal_times_in_every_part() -> None:
+    other = "triton.sage2pp_8"
+    rows = []
+    for step in sampled_steps(20):
+        noise = 1 + 0.04 * (-1) ** step
+        times = {FAST: 50.0 * noise, other: 51.0 / noise}
+        cosines = {FAST: 0.9995, other: 0.9999}
+        rows.append(sample(step + 1, cosines, (step, 20), us=times, us_exact=200.0))
+    layer = LayerTable("a", "self", tuple(rows))
+    assert len(set(ran(entry_at(layer, 0.998), 20))) == 1
+    assert set(ran(entry_at(layer, 0.9998), 20)) == {other}
