@@ -21,6 +21,9 @@ FEWEST_SAMPLES = 2
 # scatter: a kernel must win by this share of exact attention's time, and by so many a call.
 LEAST_GAIN = 0.05
 LEAST_GAIN_US = 20.0
+# Calls that exact attention serves in less than this are left to it: on an idle GPU their times are
+# the host's, which a quantised call takes more of.
+SHORT_US = 75.0
 UNSERVED = "no quantised kernel serves this layer here"
 UNSHARED = "no kernel was measured in every sample"
 
@@ -83,10 +86,10 @@ class Choice:
 def pays(us: float, us_exact: float) -> bool:
     """Whether a kernel is so much faster than exact attention that a plan takes it; monotone.
 
-    >>> pays(90.0, 100.0), pays(96.0, 100.0), pays(960.0, 1000.0), pays(0.9, 8.0)
+    >>> pays(80.0, 100.0), pays(81.0, 100.0), pays(960.0, 1000.0), pays(10.0, 74.0)
     (True, False, False, False)
     """
-    return us <= us_exact - max(LEAST_GAIN * us_exact, LEAST_GAIN_US)
+    return us_exact >= SHORT_US and us <= us_exact - max(LEAST_GAIN * us_exact, LEAST_GAIN_US)
 
 
 def exact_time(rows: Sequence[Sample]) -> float | None:
@@ -189,7 +192,8 @@ def choose(
     us, fastest = min(timed, key=lambda pair: pair[0], default=(None, None))
     if us is None or fastest is None or not pays(us, us_exact):
         shown = "none was timed" if fastest is None else f"{fastest.variant} takes {us:.0f} us"
-        won = "exact is fastest" if us is None or us >= us_exact else "too little is gained"
+        short = "too short a call" if us_exact < SHORT_US else "too little is gained"
+        won = "exact is fastest" if us is None or us >= us_exact else short
         why = f"{won}: {us_exact:.0f} us, {shown}"
         return Choice(SDPA.name, why, tuple(summary.variant for summary in ranked))
     why = _why_admitted(fastest, refused, f"{us_exact / us:.2f}x exact")

@@ -15,6 +15,7 @@ from sagepatch.calibration.choose import (
     FEWEST_SAMPLES,
     LEAST_GAIN,
     LEAST_GAIN_US,
+    SHORT_US,
     Times,
 )
 from sagepatch.calibration.planning import costs, entry_at, options
@@ -54,6 +55,7 @@ def facts(report: Report) -> dict[str, Any] | None:
         "fewest_samples": FEWEST_SAMPLES,
         "least_gain": LEAST_GAIN,
         "least_gain_us": LEAST_GAIN_US,
+        "short_us": SHORT_US,
         "exact": SDPA.name,
         "kernels": _kernels(table.layers),
         "timed": any(layer.us_exact is not None for layer in table.layers),

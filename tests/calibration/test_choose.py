@@ -14,10 +14,12 @@ from sagepatch.backends.catalogue import BY_NAME, SDPA
 from sagepatch.calibration.choose import (
     LEAST_GAIN,
     LEAST_GAIN_US,
+    SHORT_US,
     Summary,
     check_bound,
     choose,
     error_bound,
+    pays,
     refusal,
 )
 from sagepatch.calibration.sample import Sample
@@ -183,3 +185,8 @@ def test_a_kernel_must_win_by_what_its_call_costs_the_host(us_exact: float, leas
 def test_a_bound_is_a_number(value: object) -> None:
     with pytest.raises(InvalidArgument, match=f"budget is {value!r}, needs a number"):
         check_bound("budget", value)
+
+
+def test_short_calls_are_left_exact_however_fast_a_kernel_looks() -> None:
+    assert pays(1.0, SHORT_US)
+    assert not pays(1.0, SHORT_US - 0.1)

@@ -129,6 +129,7 @@ class TestTimeAgain:
         assert new.alternatives == {FAST: 1, SAFE: 1}
 
     def test_a_kernel_that_gains_too_little_here_is_not_taken(self, clock) -> None:
+        clock[FAST] = 80.0
         clock[SDPA.name] = clock[FAST] + LEAST_GAIN_US - 1
         _, new = self.settled(entry("x", FAST))
         assert (new.variant, new.alternatives) == (SDPA.name, {FAST: 1})

@@ -26,6 +26,7 @@ function refusal(candidate, threshold) {
 
 // Whether a kernel is so much faster than exact attention that a plan takes it.
 const pays = (us, exact, facts) =>
+  exact >= facts.short_us &&
   us <= exact - Math.max(facts.least_gain * exact, facts.least_gain_us);
 
 // The fastest admissible candidate of a layer in a part of the schedule, exact attention included:
@@ -56,7 +57,8 @@ function choose(layer, threshold, facts) {
   if (layer.us_exact !== null && (best === null || !pays(best.us, layer.us_exact, facts))) {
     const shown = best === null ? "none was timed" : `${best.variant} takes ${best.us.toFixed(0)} us`;
     const faster = best !== null && best.us < layer.us_exact;
-    const won = faster ? "too little is gained" : "exact is fastest";
+    const short = layer.us_exact < facts.short_us ? "too short a call" : "too little is gained";
+    const won = faster ? short : "exact is fastest";
     const why = `${won}: ${layer.us_exact.toFixed(0)} us, ${shown}`;
     return exact(why, admissible.map((one) => one.variant));
   }
