@@ -50,7 +50,7 @@ def test_a_fraction_is_0_in_the_first_step_and_1_in_the_last() -> None:
     assert fraction(0, 1) == 0
 
 
-# An adversary's: the outer loop was looked up in the inner one's timesteps, by value.
+# Once wrong: the outer loop was looked up in the inner one's timesteps, by value.
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_loop_goes_on_where_it_was_after_one_that_set_its_scheduler_anew(named, mode) -> None:

@@ -80,7 +80,7 @@ def test_room_buys_statistics_before_a_second_candidate() -> None:
     }
 
 
-# An adversary's: a large layer's cost cut what a small one measured.
+# Once wrong: a large layer's cost cut what a small one measured.
 def test_calls_of_another_size_have_costs_of_their_own() -> None:
     clock = Clock()
     costs, large, small = Costs(clock), call(Sq=64).spec(), call(Sq=8).spec()
@@ -198,7 +198,7 @@ def test_a_short_schedule_emulates_one_candidate_a_tier() -> None:
         assert set(made.unmeasured) == {f"emulated.{name}" for name in set(RECIPES) - wanted}
 
 
-# An adversary's: two sittings that had no time for different candidates left none.
+# Once wrong: two sittings that had no time for different candidates left none.
 def test_a_sitting_measures_what_the_one_before_had_time_for() -> None:
     given = LayerCalibration(Stopwatch(), None, lost=("emulated.sage2pp_8", "emulated.sage1_b"))
     for number in range(2):

@@ -91,7 +91,7 @@ def test_gathering_needs_a_group() -> None:
         calibration(table()).gather()
 
 
-# An adversary's: of one prompt seen by two processes the first one's heads decided.
+# Once wrong: of one prompt seen by two processes the first one's heads decided.
 def test_of_two_measurements_of_one_call_the_worse_counts() -> None:
     def table(cosine: float):
         rows = tuple(sample(n, {FAST: cosine, SAFE: 0.9999}, run="a") for n in (1, 2))

@@ -124,7 +124,7 @@ def test_each_run_starts_anew_and_adds_up() -> None:
     assert pace.measuring_seconds == pytest.approx(4)
 
 
-# An adversary's: the last step of the second walk was that of the first.
+# Once wrong: the last step of the second walk was that of the first.
 @pytest.mark.parametrize("lengths", [(28, 4), (4, 28), (8, 8), (8, 8, 8)])
 def test_each_walk_of_a_run_has_its_first_and_its_last_step(lengths: tuple[int, ...]) -> None:
     clock = Clock()

@@ -219,7 +219,7 @@ def test_sixty_layers_of_fifty_steps_and_eight_kernels_are_solved_in_under_a_sec
         assert sum(len(entry.ranges) for entry in plan.entries) > 60
 
 
-# An adversary's: a part of short calls was compared with exact attention on long ones.
+# Once wrong: a part of short calls was compared with exact attention on long ones.
 def test_times_are_of_the_calls_that_they_are_compared_with() -> None:
     def row(step: int, us: float, us_exact: float):
         made = sample(step + 1, {FAST: 0.9995}, (step, 20), us={FAST: us}, us_exact=us_exact)
@@ -233,7 +233,7 @@ def test_times_are_of_the_calls_that_they_are_compared_with() -> None:
     assert ran(entry, 20)[-1] == SDPA.name
 
 
-# An adversary's: times of equal calls that differ by noise put plans out of their order.
+# Once wrong: times of equal calls that differ by noise put plans out of their order.
 def test_equal_calls_have_equal_times_in_every_part() -> None:
     other = "triton.sage2pp_8"
     rows = []

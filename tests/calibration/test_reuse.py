@@ -136,7 +136,7 @@ class TestTimeAgain:
         clock[SDPA.name] = clock[FAST] + LEAST_GAIN_US
         assert self.settled(entry("x", FAST))[1].variant == FAST
 
-    # An adversary's: it raised out of the user's generation.
+    # Once wrong: it raised out of the user's generation.
     @pytest.mark.parametrize(
         "error", [KernelUnavailable("does not compile here"), torch.OutOfMemoryError("full")]
     )

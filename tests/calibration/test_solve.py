@@ -189,7 +189,7 @@ def test_a_threshold_is_what_it_was():
         ({"budget": -0.1}, "budget is -0.1"),
         ({"budget": float("nan")}, "budget is nan"),
         ({"time_us": -1}, "time_us is -1"),
-        # An adversary's: True is 1 to Python, and everything would be exact.
+        # Once wrong: True is 1 to Python, and everything would be exact.
         ({"threshold": True}, "threshold is True, needs a number"),
         ({"budget": False}, "budget is False, needs a number"),
     ],

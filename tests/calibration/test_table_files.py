@@ -134,7 +134,7 @@ class TestGoingOn:
         assert len(drawn) == 4
         assert third == second
 
-    # An adversary's: the interrupted run's calls had other numbers than its second start's.
+    # Once wrong: the interrupted run's calls had other numbers than its second start's.
     def test_a_run_begun_twice_gives_no_second_sample(self, tmp_path) -> None:
         model, x, path = stack(), tokens(), tmp_path / "table.json"
 
