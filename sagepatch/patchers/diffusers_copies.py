@@ -17,7 +17,7 @@ from torch import Tensor
 from sagepatch.patchers.code import reached
 from sagepatch.patchers.diffusers_dispatch import over_private_globals, refresh
 from sagepatch.patchers.diffusers_processors import DISPATCH, MOST_CLASSES, Route, methods_of
-from sagepatch.patchers.sdpa import inside
+from sagepatch.patchers.sdpa_redirect import inside
 
 # Where a stand-in carries its handle: diffusers passes the first on as `backend=`.
 _BACKEND = "_attention_backend"

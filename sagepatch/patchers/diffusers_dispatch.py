@@ -18,7 +18,7 @@ from sagepatch.patchers.carrier import count_elsewhere
 from sagepatch.patchers.code import reached
 from sagepatch.patchers.diffusers_processors import DISPATCH
 from sagepatch.patchers.parallel import refusal, run_parallel
-from sagepatch.patchers.sdpa import OBSERVED, TRAINING, observed_by_others, sdpa_call
+from sagepatch.patchers.sdpa_redirect import OBSERVED, TRAINING, observed_by_others, sdpa_call
 from sagepatch.spec import Call
 
 SPARSE = "a block mask, which only diffusers' flex backend reads"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sagepatch.errors import InvalidArgument
 from sagepatch.functional import run
-from sagepatch.patchers.sdpa import sdpa_call
+from sagepatch.patchers.sdpa_redirect import sdpa_call
 from sagepatch.spec import Call
 
 OTHER_KIND = "a parallel configuration that is not diffusers' context parallelism"

@@ -1,26 +1,18 @@
-"""Modules that call torch's SDPA in their own forward: finds them, and redirects that one call.
-
-Nothing of torch changes: a module's method runs over globals whose SDPA is ours (`sdpa_direct`), or
-inside a `TorchFunctionMode` that sees the SDPA calls made there. Knows neither diffusers nor
-transformers.
+"""Modules that call torch's SDPA in their own forward: finds them, and has each instance run its
+method with that call sent to us (`sdpa_redirect`). Knows neither diffusers nor transformers.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import math
-import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
+from torch.overrides import _get_current_function_mode_stack
 
-from sagepatch.functional import AUTOCAST_DEVICES, needs_grad, run
 from sagepatch.layer import PatchedLayer, SiteKind
 from sagepatch.patchers.carrier import ATTRIBUTE, Carrier, count_elsewhere, recomputed_later
 from sagepatch.patchers.code import (
@@ -31,143 +23,8 @@ from sagepatch.patchers.code import (
     takes_softmax,
     uses_attention_interface,
 )
-from sagepatch.patchers.passing import counted, form_of, passing, remember
-from sagepatch.patchers.sdpa_direct import GENUINE, call_directly, direct
+from sagepatch.patchers.sdpa_redirect import TRAINING, SdpaRedirect, inside
 from sagepatch.patchers.site import Found, Left, Site, Swap
-from sagepatch.spec import Call
-
-OBSERVED = "another TorchFunctionMode is active and must see the SDPA call"
-TRAINING = "training: gradients need the original call"
-DROPOUT = "training: dropout needs the original call"
-SUBCLASS = "q, k or v is a nested tensor or another tensor subclass"
-RANK = "q, k and v are not 4-dimensional"
-MASK = "the mask is given together with is_causal, or is of integers or of a shape of its own"
-OPTIONS = "is_causal, enable_gqa or scale is of a kind that torch may complain of"
-SHAPES = "q, k and v differ in batch, heads, dtype or device as only torch's SDPA may allow"
-
-
-class SdpaRedirect(TorchFunctionMode):
-    """While entered, sends `F.scaled_dot_product_attention` to the layer with this handle.
-
-    Calls that no kernel of ours could mean the same by stay torch's own, arguments untouched:
-    dropout, a mask together with `is_causal`, integer masks, other ranks than 4, tensor subclasses,
-    gradients, and shapes or dtypes that torch itself should complain about.
-    """
-
-    def __init__(self, handle: Tensor) -> None:
-        super().__init__()
-        self.handle = handle
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is Tensor.unflatten and torch.compiler.is_compiling():
-            # Written in Python over super(), which Dynamo does not follow under a function mode.
-            return torch.unflatten(*args, **kwargs)
-        compiling = torch.compiler.is_compiling()
-        if func is not GENUINE or (not compiling and _LEFT.to_torch):
-            return func(*args, **kwargs)
-        return answer(self.handle, args, kwargs)
-
-
-def answer(handle: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What `F.scaled_dot_product_attention(*args, **kwargs)` gives in the layer of `handle`."""
-    layer = passing(handle)
-    form = None if layer is None else form_of(*args, **kwargs)
-    if layer is not None and form is not None and counted(layer, form):
-        return GENUINE(*args, **kwargs)
-    call = sdpa_call(*args, **kwargs)
-    if isinstance(call, str):
-        reason = call
-    elif observed_by_others():
-        reason = OBSERVED
-    elif needs_grad(call):
-        reason = TRAINING
-    else:
-        out = run(call, handle=handle)[0]
-        if layer is not None and form is not None:
-            remember(layer, form, call)
-        return out
-    count_elsewhere(handle, reason)
-    if torch.compiler.is_compiling():
-        return GENUINE(*args, **kwargs)
-    # A layer around this one would take the call for its own.
-    before, _LEFT.to_torch = _LEFT.to_torch, True
-    try:
-        return GENUINE(*args, **kwargs)
-    finally:
-        _LEFT.to_torch = before
-
-
-class _Left(threading.local):
-    """Whether this thread is in an SDPA call that a layer has left to torch."""
-
-    to_torch = False
-
-
-_LEFT = _Left()
-
-
-def inside(
-    handle: Tensor, method: Callable[..., Any], owner: type, *args: Any, **kwargs: Any
-) -> Any:
-    """`method(*args, **kwargs)`, a method of `owner`, with its SDPA calls sent to this layer."""
-    if not torch.compiler.is_compiling():
-        copy = direct(method, owner)
-        if copy is not None:
-            return call_directly(copy, handle, answer, args, kwargs)
-    with SdpaRedirect(handle):
-        return method(*args, **kwargs)
-
-
-def observed_by_others() -> bool:
-    """Whether someone else's function mode waits for SDPA, as guidance by skipped scores does."""
-    return any(
-        not isinstance(mode, SdpaRedirect | DeviceContext)
-        for mode in _get_current_function_mode_stack()
-    )
-
-
-def sdpa_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Call | str:
-    """An SDPA call as ours, or why only torch's own function means the same (or should raise)."""
-    if query.is_nested or not all(type(t) in (Tensor, nn.Parameter) for t in (query, key, value)):
-        return SUBCLASS
-    if not query.dim() == key.dim() == value.dim() == 4:
-        return RANK
-    if dropout_p != 0.0:
-        return DROPOUT
-    if not isinstance(is_causal, bool) or not isinstance(enable_gqa, bool):
-        return OPTIONS
-    if scale is not None and not abs(scale) < math.inf:
-        return OPTIONS
-    if not _agree(query, key, value, enable_gqa):
-        return SHAPES
-    if attn_mask is not None and (is_causal or not _fits(attn_mask, query, key)):
-        return MASK
-    return Call(
-        query,
-        key,
-        value,
-        1 / math.sqrt(query.shape[3]) if scale is None else scale,
-        attn_mask,
-        0 if is_causal else None,
-        # Callers of SDPA merge the heads next (transpose, reshape): this order makes that free.
-        bshd_out=True,
-    )
 
 
 def find(model: nn.Module, prefix: str) -> Found:
@@ -395,31 +252,3 @@ def _wrapped(forward: Any) -> Iterator[Any]:
     while forward is not None:
         yield forward
         forward = getattr(forward, "__wrapped__", None)
-
-
-def _agree(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
-    Hq, Hkv = query.shape[1], key.shape[1]
-    same_dtype = query.dtype == key.dtype == value.dtype
-    return (
-        query.device == key.device == value.device
-        and (same_dtype or _autocasts(query.device.type))
-        and query.shape[0] == key.shape[0]
-        and query.shape[3] == key.shape[3]
-        and key.shape[:3] == value.shape[:3]
-        # One key head for all serves without `enable_gqa` too: SDPA broadcasts it.
-        and (Hq == Hkv or Hkv == 1 or (enable_gqa and Hkv > 0 and Hq % Hkv == 0))
-    )
-
-
-def _autocasts(device: str) -> bool:
-    return device in AUTOCAST_DEVICES and torch.is_autocast_enabled(device)
-
-
-def _fits(mask: Tensor, query: Tensor, key: Tensor) -> bool:
-    if mask.dtype not in (torch.bool, torch.float32, query.dtype) or mask.device != query.device:
-        return False
-    target = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    return 2 <= mask.dim() <= 4 and all(
-        have in (1, want)
-        for have, want in zip(reversed(mask.shape), reversed(target), strict=False)
-    )

@@ -18,7 +18,7 @@ from sagepatch.functional import needs_grad, run
 from sagepatch.layer import find_layer
 from sagepatch.patchers.carrier import carried, count_elsewhere, recomputed_later
 from sagepatch.patchers.code import own_forward
-from sagepatch.patchers.sdpa import TRAINING
+from sagepatch.patchers.sdpa_redirect import TRAINING
 from sagepatch.spec import Call
 
 # The name in a config tells what ran before, so that modules that are not patched (copies, other

@@ -4,7 +4,6 @@ threads, devices, graphs, very long calls, many heads and offsets past 2^31.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 pytest.importorskip("cuda.bindings.nvrtc")
 
 from cuda_support import DEVICE, check, every_recipe, make, needs_hopper
+from kernel_contract import threads_share_kernels
 
 from sagepatch.backends import selfcheck
 from sagepatch.backends.catalogue import CUDA
@@ -178,26 +178,7 @@ def test_tensors_on_a_device_that_is_not_current(name):
 def test_threads_share_kernels():
     names = ["sage2_8", "sage2pp_8_d4", "sage1_b"]
     call = make((2, 4, 2, 130, 257, 64))
-    expected = {name: attention.run(call, RECIPES[name])[0] for name in names}
-    wrong: list[str] = []
-
-    def work(turn: int) -> None:
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for step in range(30):
-                name = names[(turn + step) % len(names)]
-                out, _ = attention.run(call, RECIPES[name])
-                stream.synchronize()
-                if not torch.equal(out, expected[name]):
-                    wrong.append(name)
-
-    threads = [threading.Thread(target=work, args=(turn,)) for turn in range(4)]
-    torch.cuda.synchronize()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    threads_share_kernels(attention.run, call, names)
 
 
 # case 61

@@ -4,7 +4,6 @@ offsets, other GPUs, graphs. On a GPU, or else their source on the CPU.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
+from kernel_contract import threads_share_kernels
 from mma_support import (
     DEVICE,
     ON_GPU,
@@ -148,26 +148,7 @@ def test_graphs_replay_on_new_inputs(name, options):
 def test_threads_share_kernels():
     names = ["sage2_8", "sage1_b", "sage2pp_4", "sage1_vt"]
     call = make((2, 4, 2, 130, 257, 64))
-    expected = {name: attention.run(call, RECIPES[name])[0] for name in names}
-    wrong: list[str] = []
-
-    def work(turn: int) -> None:
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for step in range(30):
-                name = names[(turn + step) % len(names)]
-                out, _ = attention.run(call, RECIPES[name])
-                stream.synchronize()
-                if not torch.equal(out, expected[name]):
-                    wrong.append(name)
-
-    threads = [threading.Thread(target=work, args=(turn,)) for turn in range(4)]
-    torch.cuda.synchronize()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    threads_share_kernels(attention.run, call, names)
 
 
 # case 61

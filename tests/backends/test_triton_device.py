@@ -4,11 +4,11 @@ known-answer check and the guard of a patched layer.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 
 import pytest
 import torch
+from kernel_contract import threads_share_kernels
 from triton_support import DEVICE, ON_GPU, check, make, tensors
 
 pytestmark = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA GPU")
@@ -127,26 +127,7 @@ def test_replays_follow_their_tensors(name, guarded):
 def test_threads_share_kernels_and_replays():
     names = ["sage2_8", "sage1_b", "sage2_8b_k128", "sage1_t"]
     call = make(SHAPE)
-    expected = {name: attention.run(call, RECIPES[name])[0] for name in names}
-    wrong: list[str] = []
-
-    def work(turn):
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for step in range(30):
-                name = names[(turn + step) % len(names)]
-                out, _ = attention.run(call, RECIPES[name])
-                stream.synchronize()
-                if not torch.equal(out, expected[name]):
-                    wrong.append(name)
-
-    threads = [threading.Thread(target=work, args=(turn,)) for turn in range(4)]
-    torch.cuda.synchronize()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    threads_share_kernels(attention.run, call, names)
 
 
 # case 61

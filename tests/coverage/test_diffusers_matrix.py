@@ -15,7 +15,7 @@ from diffusers_others import OTHERS
 from diffusers_rows import EXACT, FAST, SAFE, find, row_of
 from torch import Tensor
 
-from sagepatch.patchers.sdpa import RANK
+from sagepatch.patchers.sdpa_redirect import RANK
 
 # The relative error that goes with the cosine of these recipes on random data: 0.9999 for integer
 # Q and K with half-precision P and V, 0.9993 with all of them in 8 bits. Errors of different calls

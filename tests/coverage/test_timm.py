@@ -16,7 +16,7 @@ from transformers_walk import holds_attention, verdict
 import sagepatch
 from sagepatch.errors import NothingPatched
 from sagepatch.layer import SHORT
-from sagepatch.patchers.sdpa import RANK
+from sagepatch.patchers.sdpa_redirect import RANK
 
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="needs timm")
 

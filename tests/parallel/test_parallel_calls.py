@@ -38,7 +38,7 @@ from sagepatch.patchers.parallel import (
     name_handle,
     refusal,
 )
-from sagepatch.patchers.sdpa import DROPOUT, TRAINING
+from sagepatch.patchers.sdpa_redirect import DROPOUT, TRAINING
 
 ULYSSES, RING = {"ulysses_degree": 2}, {"ring_degree": 2}
 ANY_ULYSSES = {**ULYSSES, "ulysses_anything": True}

@@ -24,7 +24,7 @@ from sagepatch.backends import unusable
 from sagepatch.dispatch import Request
 from sagepatch.layer import PatchedLayer, Policy
 from sagepatch.patchers.diffusers_dispatch import make_dispatch
-from sagepatch.patchers.sdpa import SdpaRedirect
+from sagepatch.patchers.sdpa_redirect import SdpaRedirect
 
 Options = dict[str, Any]
 

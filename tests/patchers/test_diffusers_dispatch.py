@@ -17,7 +17,7 @@ from sagepatch.dispatch import Request
 from sagepatch.layer import PatchedLayer, Policy
 from sagepatch.patchers.diffusers_dispatch import EXTRA, SPARSE, make_dispatch
 from sagepatch.patchers.parallel import OTHER_KIND
-from sagepatch.patchers.sdpa import DROPOUT, MASK, OBSERVED, TRAINING
+from sagepatch.patchers.sdpa_redirect import DROPOUT, MASK, OBSERVED, TRAINING
 
 EXACT = "sdpa.exact"
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from sagepatch import ops
 from sagepatch.errors import StrictFallback
 from sagepatch.layer import Policy
-from sagepatch.patchers.sdpa import OBSERVED, TRAINING
+from sagepatch.patchers.sdpa_redirect import OBSERVED, TRAINING
 from sagepatch.spec import Call
 from sagepatch.variant import Variant
 

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from sagepatch.backends import unusable
 from sagepatch.dispatch import Request
 from sagepatch.layer import PatchedLayer, Policy
-from sagepatch.patchers.sdpa import (
+from sagepatch.patchers.sdpa_redirect import (
     DROPOUT,
     MASK,
     OBSERVED,

@@ -1,0 +1,67 @@
+"""What the tests ask alike of every family of GPU kernels. `run(call, recipe)` is the family's
+entry, which gives the output and the log-sum-exp. Knows no kernel.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sagepatch.numerics.metrics import compare
+from sagepatch.numerics.recipe import RECIPES, Recipe
+from sagepatch.spec import Call
+
+Run = Callable[[Call, Recipe], tuple[Tensor, Tensor | None]]
+
+
+def zero_channels_come_out_zero(run: Run, call: Call, recipe: Recipe) -> None:
+    """A channel of zeros in V, V all zero, K all zero."""
+    plain, _ = run(call, recipe)
+    v = call.v.clone()
+    v[..., 3] = 0
+    out, _ = run(replace(call, v=v), recipe)
+    assert not out[..., 3].any()
+    others = [c for c in range(v.shape[3]) if c != 3]
+    assert torch.equal(out[..., others], plain[..., others])
+    nothing, _ = run(replace(call, v=torch.zeros_like(v)), recipe)
+    assert not nothing.any()
+    even, _ = run(replace(call, k=torch.zeros_like(call.k)), recipe)
+    mean = call.v.float().mean(2, keepdim=True).expand_as(even)
+    assert compare(even.float(), mean).worst.cosine > 0.99
+
+
+def equal_values_come_out_as_they_are(run: Run, call: Call, recipe: Recipe) -> None:
+    """V of one number, seen by queries through equal keys."""
+    flat = torch.full_like(call.v, 300.0)
+    same = replace(call, k=call.k[:, :, :1].expand_as(call.k), v=flat)
+    out, _ = run(same, recipe)
+    wanted = flat[:, :, : call.q.shape[2]].float()
+    torch.testing.assert_close(out.float(), wanted, rtol=0.02, atol=0)
+
+
+def threads_share_kernels(run: Run, call: Call, names: Sequence[str]) -> None:
+    """Four threads on streams of their own take turns at kernels, results equal to the bit."""
+    expected = {name: run(call, RECIPES[name])[0] for name in names}
+    wrong: list[str] = []
+
+    def work(turn: int) -> None:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for step in range(30):
+                name = names[(turn + step) % len(names)]
+                out, _ = run(call, RECIPES[name])
+                stream.synchronize()
+                if not torch.equal(out, expected[name]):
+                    wrong.append(name)
+
+    threads = [threading.Thread(target=work, args=(turn,)) for turn in range(4)]
+    torch.cuda.synchronize()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
