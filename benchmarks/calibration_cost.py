@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -76,8 +77,16 @@ class Loop:
         return x
 
 
-def models(device: str, layers: int) -> dict[str, tuple[object, Draw]]:
-    """What is calibrated, and how it is run with a number of steps."""
+def large(device: str, layers: int) -> tuple[nn.Module, Draw]:
+    """Layers of FLUX's size in a loop."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        blocks = nn.Sequential(*[Block().bfloat16() for _ in range(layers)]).eval()
+    return blocks, Loop(blocks)
+
+
+def demo(device: str) -> tuple[object, Draw]:
+    """The bundled pipeline."""
     pipe = load_pipeline(torch.float32 if device == "cpu" else torch.bfloat16, device)
     pipe.set_progress_bar_config(disable=True)
 
@@ -86,13 +95,15 @@ def models(device: str, layers: int) -> dict[str, tuple[object, Draw]]:
         generator = torch.Generator("cpu").manual_seed(0)
         return pipe("a red apple", generator=generator, output_type="latent", **arguments)
 
-    found: dict[str, tuple[object, Draw]] = {}
+    return pipe, draw
+
+
+def models(device: str, layers: int) -> dict[str, Callable[[], tuple[object, Draw]]]:
+    """What is calibrated, by name: makes the model, and what runs it with a number of steps."""
+    found: dict[str, Callable[[], tuple[object, Draw]]] = {}
     if device != "cpu":
-        torch.manual_seed(0)
-        blocks = nn.Sequential(*[Block() for _ in range(layers)]).to(device, torch.bfloat16).eval()
-        found[f"{layers} layers of FLUX's size"] = (blocks, Loop(blocks))
-    found["demo pipeline"] = (pipe, draw)
-    return found
+        found[f"{layers} layers of FLUX's size"] = partial(large, device, layers)
+    return {**found, "demo pipeline": partial(demo, device)}
 
 
 def main() -> None:
@@ -113,7 +124,8 @@ def main() -> None:
     about += f"commit {options.commit}; " if options.commit else ""
     about += f"python benchmarks/calibration_cost.py --device {options.device}"
     rows: list[list[object]] = []
-    for name, (model, draw) in models(options.device, options.layers).items():
+    for name, make in models(options.device, options.layers).items():
+        model, draw = make()
         for steps in STEPS:
             draw(steps)
             for number in range(1, options.rounds + 1):

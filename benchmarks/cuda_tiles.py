@@ -50,7 +50,7 @@ def ways(recipe: Recipe, dim: int) -> dict[str, Tile]:
     if recipe.pv == "e4m3":
         found |= {f"polynomial {n}": replace(tile, polynomial=n) for n in range(5)}
         found["no ones"] = replace(tile, ones=False)
-    serial = replace(tile, serial=True, pingpong=False, warpgroups=3, shares=False)
+    serial = replace(tile, serial=True, pingpong=False, warpgroups=3, shares=0.0)
     for keys in (64, 128):
         # An FP16 sum ends where the recipe says; an FP32 one with the tile.
         flush = recipe.keys_per_flush or keys
@@ -90,7 +90,8 @@ def compile_all() -> None:
             recipe = RECIPES[name]
             for tile in ways(recipe, D).values():
                 blocks, tiles = B * H * -(-S // tile.block_m), -(-S // tile.block_n)
-                split = not causal and tile.shares and attention.splits(blocks, tiles, processors())
+                shared = attention.splits(blocks, tiles, processors(), tile.shares)
+                split = not causal and tile.shares > 0 and shared
                 with tile_served(tile):
                     options = Options(causal=causal, split=split)
                     programs.add(attention_tiles.instance(recipe, D, D, options).program)

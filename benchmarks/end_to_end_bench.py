@@ -26,8 +26,8 @@ from true_models import Case, Inputs
 import sagepatch
 from sagepatch.backends import load
 from sagepatch.backends.catalogue import SDPA
-from sagepatch.calibration.measure import cuda_time_us
 from sagepatch.calibration.reuse import stale
+from sagepatch.calibration.timing import cuda_time_us
 from sagepatch.patch import Patch
 from sagepatch.plan import Plan
 from sagepatch.spec import AttnSpec, Call

@@ -40,6 +40,14 @@ class Measured:
         served = (part.split(" ", 1) for part in self.parts[mode]["kernels"].split("; "))
         return {kernel: int(count) for count, kernel in served}
 
+    def stays_exact(self, mode: str = CALIBRATED) -> bool:
+        """Whether no kernel of ours runs in a mode: what its speed differs by is scatter."""
+        return mode in self.parts and set(self.calls(mode)) == {"sdpa.exact"}
+
+    def told(self, mode: str = CALIBRATED) -> str:
+        """The speed as tables have it, with a word where all layers stay exact."""
+        return f"{self.speedup(mode):.2f}x" + " (all layers exact)" * self.stays_exact(mode)
+
     def speedup(self, mode: str = CALIBRATED) -> float:
         return float(self.rows[mode]["speedup"])
 

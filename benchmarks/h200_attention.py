@@ -97,7 +97,7 @@ SHAPES = (
 )
 QUICK = (
     *("sage2_8b_k128", "sage2_8", "sage2_8b", "sage2pp_8", "sage2pp_8_d4", "sage2pp_8_d6"),
-    *("sage1_b", "sage1_b_f32", "sage1_t", "sage1_vb"),
+    *("sage2_8_bf16", "sage1_b", "sage1_b_f32", "sage1_t", "sage1_vb"),
 )
 ROWS_CHECKED = 256
 
@@ -249,7 +249,9 @@ def prepass_ms(call: Call, name: str, run: Callable[[], Tensor]) -> float | None
     from sagepatch.backends.cuda import prepass as cuda_prepass
 
     raw_q = attention.raw_strides(call, variant.recipe) is not None
-    plan = cuda_prepass.plan_of(cuda_prepass.form_of(call, variant.recipe, raw_q=raw_q))
+    raw_v = attention.raw_value_strides(call, variant.recipe) is not None
+    form = cuda_prepass.form_of(call, variant.recipe, raw_q=raw_q, raw_v=raw_v)
+    plan = cuda_prepass.plan_of(form)
     scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device="cuda")
     return float(bench(lambda: plan.launch(call, scratch.data_ptr()), 20))
 

@@ -1,15 +1,18 @@
 """Times what the host spends on one call, beside the same launches with their arguments ready.
 
     python benchmarks/host_overhead.py > benchmarks/host_overhead.csv
+    python benchmarks/host_overhead.py --stages > benchmarks/host_stages.csv
 
 Calls so small that the GPU waits for the host, on other tensors than the call before; nothing is
 synchronised between them. Rows `call`:
 `sagepatch.attention`; rows `layer`: a patched layer with its guard. `call_us`: the whole of it,
-`backend_us`: from the backend's entry on, `launches_us`: its launches alone.
+`backend_us`: from the backend's entry on, `launches_us`: its launches alone. With `--stages`: what
+the parts of a known call take, each alone.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import itertools
 import sys
@@ -19,9 +22,9 @@ from collections.abc import Callable
 import torch
 
 import sagepatch
-from sagepatch.backends import prepared, unusable
+from sagepatch import known
+from sagepatch.backends import memory, prepared, unusable
 from sagepatch.backends.catalogue import BY_NAME
-from sagepatch.backends.chain import _Frame
 from sagepatch.backends.driver import launcher
 from sagepatch.backends.guard import DeviceGuard
 from sagepatch.dispatch import Request
@@ -55,17 +58,17 @@ def microseconds(run: Callable[[], object]) -> float:
     return best / CALLS * 1e6
 
 
-def launches(known: prepared.Prepared, call: Call, flags: torch.Tensor) -> Callable[[], object]:
+def launches(found: prepared.Prepared, call: Call, flags: torch.Tensor) -> Callable[[], object]:
     """Every launch of a known kind of call, with the arguments of one."""
-    out, room = call.empty_out(), torch.empty(known.scratch_bytes, dtype=torch.uint8, device="cuda")
-    frame = _Frame(known.chain.links, known.chain.values)
+    out, room = call.empty_out(), torch.empty(found.scratch_bytes, dtype=torch.uint8, device="cuda")
+    frame = found.chain.frame()
     frame.move(
         prepared.values_of(
             call,
             out=out.data_ptr(),
             scratch=room.data_ptr(),
             flags=flags.data_ptr(),
-            factor=call.scale * known.factor_of_scale,
+            factor=call.scale * found.factor_of_scale,
         )
     )
     frame.follow(torch.cuda.current_stream().cuda_stream)
@@ -80,17 +83,77 @@ def launches(known: prepared.Prepared, call: Call, flags: torch.Tensor) -> Calla
     return run
 
 
+def stages(name: str, sets: list[tuple[torch.Tensor, ...]]) -> dict[str, Callable[[], object]]:
+    """The parts of a known call of `sagepatch.attention`, and the whole of it."""
+    variant, turn = BY_NAME[name], itertools.cycle(sets)
+    q, k, v = sets[0]
+    for _ in range(2):
+        sagepatch.attention(q, k, v, variant=name)
+    call = Call(q, k, v, 0.125)
+    found = prepared.find(variant.toolchain, call, variant.recipe)
+    assert found is not None
+    stream = torch.cuda.current_stream().cuda_stream
+    out, room = (
+        torch.empty_like(q),
+        torch.empty(found.scratch_bytes, dtype=torch.uint8, device="cuda"),
+    )
+    given = {"out": out.data_ptr(), "scratch": room.data_ptr(), "factor": 0.1}
+    moved = itertools.cycle([prepared.values_of(Call(*one, 0.125), **given) for one in sets])
+    frame = found.chain.frame()
+    form = found.form
+
+    def find() -> object:
+        seen = known.seen_of(*next(turn), None)
+        assert seen is not None
+        kinds = (type(None), type(None))
+        return known.recall((seen[1], False, None, None, *kinds, None, name, "BHSD", False))
+
+    assert find() is not None
+    return {
+        "call": lambda: sagepatch.attention(*next(turn), variant=name),
+        "find": find,
+        "output": lambda: memory.empty(form.shape, form.strides, torch.bfloat16),
+        "output_by_torch_empty": lambda: torch.empty(
+            form.shape, dtype=torch.bfloat16, device=q.device
+        ),
+        "scratch": lambda: memory.give(memory.take(found.scratch_bytes, stream)),
+        "scratch_by_torch_empty": lambda: torch.empty(
+            found.scratch_bytes, dtype=torch.uint8, device=q.device
+        ),
+        "parameters": lambda: frame.move(next(moved)),
+        "launches": launches(found, call, torch.zeros(2, dtype=torch.int32, device="cuda")),
+    }
+
+
+def write_stages(sets: list[tuple[torch.Tensor, ...]], machine: Machine) -> None:
+    writer = csv.writer(sys.stdout)
+    writer.writerow(("toolchain", "recipe", "stage", "us", *FIELDS[8:]))
+    about = (machine.gpu_name, machine.driver, machine.versions["torch"])
+    for name in VARIANTS:
+        variant = BY_NAME[name]
+        for stage, run in stages(name, sets).items():
+            row = (variant.toolchain, variant.recipe.name, stage, f"{microseconds(run):.2f}")
+            command = "python benchmarks/host_overhead.py --stages"
+            writer.writerow((*row, *about, machine.versions.get("triton"), command))
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--stages", action="store_true", help="the parts of a known call")
+    wanted = parser.parse_args()
     machine = Machine.here()
-    writer = csv.DictWriter(sys.stdout, FIELDS)
-    writer.writeheader()
     sets = [
         tuple(torch.randn(1, 2, 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         for _ in range(SETS)
     ]
+    torch.set_grad_enabled(False)
+    if wanted.stages:
+        write_stages(sets, machine)
+        return
+    writer = csv.DictWriter(sys.stdout, FIELDS)
+    writer.writeheader()
     turn = itertools.cycle(sets)
     calls = itertools.cycle([Call(*tensors, 0.125) for tensors in sets])
-    torch.set_grad_enabled(False)
     for name in VARIANTS:
         variant = BY_NAME[name]
         layer = PatchedLayer("layer", "self", Policy(), Request(name), unusable)
@@ -109,15 +172,15 @@ def main() -> None:
             before = set(prepared._PREPARED)
             backend()
             (key,) = set(prepared._PREPARED) - before
-            known = prepared._PREPARED[key]
-            launches_us = microseconds(launches(known, next(calls), guard.flags))
+            served = prepared._PREPARED[key]
+            launches_us = microseconds(launches(served, next(calls), guard.flags))
             call_us = microseconds(whole)
             writer.writerow(
                 {
                     "toolchain": variant.toolchain,
                     "recipe": variant.recipe.name,
                     "row": row,
-                    "kernels": len(known.chain.links),
+                    "kernels": len(served.chain.links),
                     "call_us": f"{call_us:.1f}",
                     "backend_us": f"{microseconds(backend):.1f}",
                     "launches_us": f"{launches_us:.1f}",

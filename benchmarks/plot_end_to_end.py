@@ -39,7 +39,8 @@ def main() -> None:
             axes.barh(y, speed, height, color=colour, label=None if text in named else text)
             axes.plot([predicted], [y], "|", color="black", markersize=8)
             end = max(speed, predicted) + 0.02
-            axes.annotate(f"{speed:.2f}", (end, y), va="center", fontsize=7)
+            told = f"{speed:.2f}" + ", all layers exact" * one.stays_exact(mode)
+            axes.annotate(told, (end, y), va="center", fontsize=7)
             named.add(text)
     axes.plot([], [], "|", color="black", label="predicted from kernel times", linestyle="")
     axes.axvline(1, color="#7f8794", linewidth=1)

@@ -7,6 +7,7 @@ it is weak, from the recipe itself and the measurements beside this file.
 from __future__ import annotations
 
 import csv
+import math
 from pathlib import Path
 
 from sagepatch.backends.catalogue import CATALOGUE
@@ -19,7 +20,7 @@ PAPERS = {
     "sage2_": "SageAttention2 (arXiv 2411.10958)",
     "sage2pp": "SageAttention2++ (arXiv 2505.21136)",
 }
-FORMATS = {"fp16": "FP16", "int8": "INT8", "e4m3": "E4M3"}
+FORMATS = {"fp16": "FP16", "bf16": "BF16", "int8": "INT8", "e4m3": "E4M3"}
 SHAPES = ("flux_1024", "d128_16k", "hunyuan_33k", "llama_8k_causal", "d64_16k", "cogvideox_2b")
 
 
@@ -99,6 +100,12 @@ def _maths(r: Recipe) -> str:
             f"| V | FP16 | a power of two a channel where its largest number passes "
             f"{r.v_range:g} |",
         ]
+    elif r.pv == "bf16":
+        lines += [
+            f"| P | BF16, P_r = 2^{math.log2(r.p_range):.0f}: sums of the largest V stay finite | "
+            "static |",
+            "| V | BF16 | as the caller gave it |",
+        ]
     else:
         lines += [
             f"| P | {FORMATS[r.pv]}, P_r = {r.p_range:g} | static: after the running maximum "
@@ -132,6 +139,12 @@ def _maths(r: Recipe) -> str:
 
 def _layout(r: Recipe) -> str:
     packed = r.qk_bits == 4
+    if r.pv == "bf16":
+        return (
+            "`backends/cuda/prepass.py` documents it. V is read where the caller has it and never "
+            "copied, but with a key mask, in packed calls and where a tensor map cannot describe "
+            "it; the codes of Q are made by the attention itself."
+        )
     v_bytes = 2 if r.pv == "fp16" else 1
     lines = [
         "As the Triton kernels keep it (`backends/triton/prepass.py`), D' and Dv' the head sizes "
@@ -248,6 +261,11 @@ def _weak(r: Recipe) -> list[str]:
     if r.pv == "fp16":
         weak.append(
             "FP16 values take twice the memory and half the tensor-core rate of 8-bit ones."
+        )
+    if r.pv == "bf16":
+        weak.append(
+            "BF16 values take twice the memory and half the tensor-core rate of 8-bit ones. It "
+            "serves BF16 tensors only: for FP16 it would throw away three bits of V."
         )
     if r.accumulate == "fp16" and r.pv == "e4m3":
         weak.append(

@@ -8,6 +8,7 @@ curl -X POST "localhost:8000/draw?prompt=a+red+apple" --output apple.png
 import argparse
 import copy
 import io
+import threading
 from typing import Annotated, Any
 
 import torch
@@ -22,13 +23,25 @@ Steps = Annotated[int, Query(ge=1, le=50)]
 def app_of(pipe: Any, patch: sagepatch.Patch, size: int) -> FastAPI:
     """The service of one patched pipeline; requests share its models and run side by side."""
     app = FastAPI(title="sagepatch")
+    mine = threading.local()
+
+    def pipe_of_this_thread() -> Any:
+        # What a call changes is each thread's own: the scheduler's place in the loop, the padding
+        # that a tokenizer is set to. The weights are shared.
+        if not hasattr(mine, "pipe"):
+            mine.pipe = type(pipe)(
+                **{
+                    name: part if isinstance(part, torch.nn.Module) else copy.deepcopy(part)
+                    for name, part in pipe.components.items()
+                }
+            )
+            mine.pipe.set_progress_bar_config(disable=True)
+        return mine.pipe
 
     # Not async: FastAPI runs each request in a thread, and one does not wait for the other.
     @app.post("/draw", response_class=Response)
     def draw(prompt: str, steps: Steps = 4, seed: int = 0) -> Response:
-        # The loop's state is the scheduler's: each request has its own, the weights are shared.
-        own = type(pipe)(**{**pipe.components, "scheduler": copy.deepcopy(pipe.scheduler)})
-        own.set_progress_bar_config(disable=True)
+        own = pipe_of_this_thread()
         generator = torch.Generator("cpu").manual_seed(seed)
         shape = {"height": size, "width": size}
         picture = own(prompt, num_inference_steps=steps, generator=generator, **shape).images[0]

@@ -203,8 +203,7 @@ def calibrate_runs(
     rows = () if kept is None else (row for layer in kept.layers for row in layer.rows)
     before = {(row.run, row.step): row.at for row in rows}
     pace = Pace(held=[at for at in before.values() if at is not None])
-    lost = {} if kept is None else {layer.site: layer.unmeasured for layer in kept.layers}
-    patch.calibrate_itself(pace, lost)
+    patch.calibrate_itself(pace)
     done: list[str] = []
 
     def measured() -> Calibration:
@@ -265,6 +264,16 @@ def _replacing_earlier(parts: Parts) -> Iterator[None]:
         for patch in earlier:
             patch.install()
         raise
+    for patch in earlier:
+        bare = patch.bare()
+        if bare:
+            logger.warning(
+                "sagepatch: an earlier patch of %s was taken back for a new one, which has fewer "
+                "layers: %d run unpatched now, %s among them",
+                patch.parts.label,
+                len(bare),
+                bare[0],
+            )
 
 
 def _nothing(parts: Parts, found: Found) -> str:

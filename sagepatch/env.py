@@ -230,7 +230,8 @@ def set_log_level() -> None:
 
 def disabled() -> bool:
     """Whether SAGEPATCH_DISABLE switches sagepatch off."""
-    return os.environ.get("SAGEPATCH_DISABLE", "") not in ("", "0")
+    said = os.environ.get("SAGEPATCH_DISABLE", "").strip().lower()
+    return said not in ("", "0", "false", "no", "off")
 
 
 def _gpus() -> list[Gpu]:

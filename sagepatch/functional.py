@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from sagepatch.backends.sdpa import run as run_sdpa
 from sagepatch.dispatch import Request
 from sagepatch.errors import InvalidArgument
-from sagepatch.known import key_of, recall, remember
+from sagepatch.known import recall, remember, run_layer_again, seen_of
 from sagepatch.numerics.recipe import EXACT
 from sagepatch.ops import check_rising, serve, watched  # registers torch.ops.sagepatch
 from sagepatch.spec import Call, check_devices, check_mask, check_shapes, mask_kind
@@ -123,14 +123,34 @@ def attention(
     torch.Size([1, 2, 64, 32])
     """
     key = None
-    if sinks is None and cu_seqlens_q is None and cu_seqlens_kv is None and dropout_p == 0.0:
-        # 1, 1.0 and True are one key, and not one argument.
-        kinds = (type(causal_offset), type(window))
-        options = (is_causal, causal_offset, window, *kinds, softcap, variant, layout, return_lse)
-        key = key_of(q, k, v, attn_mask, scale, *options)
-        known = None if key is None else recall(key)
-        if known is not None:
-            return known(q, k, v, attn_mask, scale)
+    if (
+        not torch.compiler.is_compiling()
+        and sinks is None
+        and cu_seqlens_q is None
+        and cu_seqlens_kv is None
+        and dropout_p == 0.0
+    ):
+        seen = seen_of(q, k, v, attn_mask)
+        if seen is not None:
+            at, look = seen
+            key = (
+                look,
+                is_causal,
+                causal_offset,
+                window,
+                # 1, 1.0 and True are one key, and not one argument.
+                type(causal_offset),
+                type(window),
+                softcap,
+                variant,
+                layout,
+                return_lse,
+            )
+            known = recall(key)
+            if known is not None and (scale is None or abs(scale) < math.inf):
+                scale = known.scale if scale is None else float(scale)
+                out, lse = known.prepared(at, scale, known.form)
+                return out if lse is None else (out, lse)
     if dropout_p != 0.0:
         raise InvalidArgument(
             f"dropout_p is {dropout_p}; quantised attention has no dropout, pass 0"
@@ -197,6 +217,10 @@ def run(
     """Send a checked call through the op, or through differentiable exact attention where gradients
     are needed. Where no log-sum-exp is asked for, it is None or, from the op, empty.
     """
+    if handle is not None and not torch.compiler.is_compiling():
+        known = run_layer_again(call, handle)
+        if known is not None:
+            return known
     call = autocast(call)
     if needs_grad(call):
         if handle is None and variant not in ("auto", "exact"):

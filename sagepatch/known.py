@@ -1,5 +1,6 @@
-"""Calls of `sagepatch.attention` like one that was served before: found by one key of what was
-passed, so that neither checks nor choices are made again. Chooses nothing itself.
+"""Calls like one that was served before, of `sagepatch.attention` and of patched layers: found by
+one key of what was passed, so that neither checks nor choices are made again. Chooses nothing
+itself.
 """
 
 from __future__ import annotations
@@ -11,55 +12,53 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from sagepatch.backends.prepared import ALIGNMENT, Prepared, find, kind_of_mask
+from sagepatch.backends.prepared import (
+    Addresses,
+    Form,
+    Look,
+    Prepared,
+    comes_again,
+    find,
+    kind_of,
+    look_of,
+)
 from sagepatch.bounded import Bounded
-from sagepatch.layer import capturing
-from sagepatch.ops import chosen_for, observed, plain
+from sagepatch.layer import capturing, find_layer
+from sagepatch.ops import chosen_for, looking, run_known, settled
 from sagepatch.spec import Call
 
 MOST_KNOWN = 1024
 
 
 class Known(NamedTuple):
-    """How calls with one key are served; `scale` where the caller gives none."""
+    """How calls with one key are served: `scale` where the caller gives none, the output in the
+    caller's layout.
+    """
 
     prepared: Prepared
     scale: float
-    batched: bool
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """What `sagepatch.attention` returns."""
-        out, lse = self.prepared(
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            self.scale if scale is None else float(scale),
-            0 if mask is None else mask.data_ptr(),
-        )
-        if self.batched:
-            return out if lse is None else (out, lse)
-        return out.squeeze(0) if lse is None else (out.squeeze(0), lse.squeeze(0))
+    form: Form
 
 
 _KNOWN: Bounded[tuple[Any, ...], Known] = Bounded(MOST_KNOWN)
 
 
-def key_of(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, *options: object
-) -> tuple[Any, ...] | None:
-    """All that decides how a call is served, but for addresses and the scale; None for a call that
-    is looked at one by one: traced or watched, under autocast, one that may want a derivative,
-    tensors that are more or less than memory.
+def seen_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Addresses, Look] | None:
+    """Where the tensors of a call are and what they look like; None for a call that is looked at
+    one by one: watched, under autocast, one that may want a derivative, tensors that are more or
+    less than memory.
     """
-    if observed(q, k, v) or torch.is_autocast_enabled("cuda") or forward_ad._current_level >= 0:
+    if (
+        not type(q) is type(k) is type(v) is Tensor
+        or looking()
+        or torch.is_autocast_enabled("cuda")
+        or forward_ad._current_level >= 0
+        or q.is_neg()
+        or k.is_neg()
+        or v.is_neg()
+        or (mask is not None and (type(mask) is not Tensor or mask.is_neg()))
+    ):
         return None
-    seen: tuple[Any, ...] | None = None
-    if mask is not None:
-        if type(mask) is not Tensor or not plain(mask):
-            return None
-        seen = kind_of_mask(mask)
     if torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
@@ -67,16 +66,13 @@ def key_of(
         or (mask is not None and mask.requires_grad)
     ):
         return None
-    if scale is not None and not abs(scale) < math.inf:
+    try:
+        masked = 0 if mask is None else mask.data_ptr()
+        at = q.data_ptr(), k.data_ptr(), v.data_ptr(), masked, 0, 0
+        return at, look_of(q, k, v, mask, at)
+    except RuntimeError:
+        # What is sparse, nested or opaque has no strides or no address, and says so.
         return None
-    at = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    return (
-        *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
-        *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
-        not (at[0] | at[1] | at[2]) % ALIGNMENT or tuple(a % ALIGNMENT for a in at),
-        seen,
-        *options,
-    )
 
 
 def recall(key: tuple[Any, ...]) -> Known | None:
@@ -92,4 +88,24 @@ def remember(key: tuple[Any, ...], call: Call, variant: str, batched: bool) -> N
     chosen = chosen_for(spec, variant)
     prepared = find(chosen.toolchain, call, chosen.recipe)
     if prepared is not None:
-        _KNOWN[key] = Known(prepared, 1 / math.sqrt(call.q.shape[3]), batched)
+        form = prepared.form
+        if call.bshd_out:
+            form = form.swapped()
+        if not batched:
+            form = form.without_batch()
+        _KNOWN[key] = Known(prepared, 1 / math.sqrt(call.q.shape[3]), form)
+
+
+def run_layer_again(call: Call, handle: Tensor) -> tuple[Tensor, Tensor | None] | None:
+    """Run a call of a patched layer as it ran one of the same kind; None where it did not, or the
+    call is to be looked at. Not for code that is being compiled.
+    """
+    if call.sinks is not None or call.cu_seqlens_q is not None or not comes_again(call):
+        return None
+    seen = seen_of(call.q, call.k, call.v, call.attn_mask)
+    layer = None if seen is None else find_layer(handle)
+    if seen is None or layer is None or not settled(layer):
+        return None
+    at, look = seen
+    way = layer.ways.get(kind_of(call, look))
+    return None if way is None else run_known(layer, way, call, at)

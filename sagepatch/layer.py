@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from sagepatch.backends.catalogue import SDPA
 from sagepatch.backends.guard import DeviceGuard, Verdict, available
@@ -111,11 +112,18 @@ class PatchedLayer:
         default_factory=lambda: Bounded(MOST_SPECS), repr=False
     )
 
+    # Of such a layer: kinds of call of the method that calls attention, and what one such made.
+    passes_whole: Bounded[tuple[Any, ...], tuple[AttnSpec, ...]] = field(
+        default_factory=lambda: Bounded(MOST_SPECS), repr=False
+    )
+
     def __post_init__(self) -> None:
         number = next(_numbers)
         # One number, read inside the op: an attribute that differs by layer without a recompile by
-        # layer.
-        self.handle = torch.tensor(number, dtype=torch.int64)
+        # layer. On the CPU and real whatever the default device and mode of the moment: reading it
+        # must not wait for a GPU.
+        with _disable_current_modes():
+            self.handle = torch.tensor(number, dtype=torch.int64, device="cpu")
         _LAYERS[number] = self
 
     def run_with(
@@ -139,7 +147,7 @@ class PatchedLayer:
     def _forget(self) -> None:
         # New ones: another thread may be about to write what it chose before.
         self._chosen, self.ways = Bounded(MOST_SPECS), Bounded(MOST_SPECS)
-        self.passes = Bounded(MOST_SPECS)
+        self.passes, self.passes_whole = Bounded(MOST_SPECS), Bounded(MOST_SPECS)
 
     @property
     def passing(self) -> bool:
@@ -260,4 +268,8 @@ def find_layer(handle: Tensor) -> PatchedLayer | None:
     """The layer whose handle this is; None for a handle that outlived its patch or came from
     another process.
     """
+    if torch._C._len_torch_dispatch_stack() > 0:
+        # A mode that fakes or records what torch runs: the number is no part of that.
+        with _disable_current_modes():
+            return _LAYERS.get(int(handle.item()))
     return _LAYERS.get(int(handle.item()))

@@ -9,12 +9,23 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._autograd import _profiler_enabled
+from torch._C._functorch import peek_interpreter_stack
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from sagepatch.backends import load, unusable
 from sagepatch.backends.catalogue import SDPA
-from sagepatch.backends.prepared import again, comes_again, find, kind_of
+from sagepatch.backends.prepared import (
+    Addresses,
+    addresses_of,
+    again,
+    comes_again,
+    find,
+    kind_of,
+    look_of,
+)
 from sagepatch.backends.selfcheck import failure
 from sagepatch.bounded import Bounded
 from sagepatch.dispatch import Request, select
@@ -119,32 +130,40 @@ def watched(call: Call) -> bool:
     """Whether a call must be seen as one operation, or its tensors are not plain memory."""
     mask, sinks = call.attn_mask, call.sinks
     return (
-        observed(call.q, call.k, call.v)
+        torch.compiler.is_compiling()
+        or observed(call.q, call.k, call.v)
         or (mask is not None and not plain(mask))
         or (sinks is not None and not plain(sinks))
     )
 
 
 def observed(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether something looks at the operations that torch runs, and must see ours as one: a
-    compiler or tracer, a function or dispatch mode, a transform of torch.func, the profiler; or
-    tensors that are not what their memory says. Nothing else needs the op, whose dispatch costs the
-    host more than a launch.
+    """Whether something but a compiler must see a call as one operation, or its tensors are not
+    what their memory says. Nothing else needs the op, whose dispatch costs the host more than a
+    launch.
     """
     return (
-        torch.compiler.is_compiling()
-        or not type(q) is type(k) is type(v) is Tensor
+        not type(q) is type(k) is type(v) is Tensor
         or not plain(q)
         or not plain(k)
         or not plain(v)
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._get_tracing_state() is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or looking()
+    )
+
+
+def looking() -> bool:
+    """Whether something but a compiler looks at the operations that torch runs: a tracer, a
+    function or dispatch mode, a transform of torch.func, the profiler.
+    """
+    return (
+        _len_torch_dispatch_stack() > 0
+        or _get_tracing_state() is not None
+        or peek_interpreter_stack() is not None
         or (
-            torch._C._len_torch_function_stack() > 0
+            _len_torch_function_stack() > 0
             and any(not isinstance(m, DeviceContext) for m in _get_current_function_mode_stack())
         )
-        or torch._C._autograd._profiler_enabled()
+        or _profiler_enabled()
     )
 
 
@@ -189,12 +208,12 @@ def run_layer(layer: PatchedLayer, call: Call) -> tuple[Tensor, Tensor | None]:
     """Run one call of a patched layer: observe it, run its kernel, or run exact and count why."""
     ways = layer.ways
     kind = None
-    settled = layer.observer is None and not layer.parts and layer.policy.guard != "sync"
-    if settled and comes_again(call):
-        kind = kind_of(call)
+    if settled(layer) and comes_again(call):
+        at = addresses_of(call)
+        kind = kind_of(call, look_of(call.q, call.k, call.v, call.attn_mask, at))
         way = ways.get(kind)
         if way is not None:
-            return _run_again(layer, way, call)
+            return run_known(layer, way, call, at)
     spec = call.spec()
     observer = layer.observer
     if observer is not None:
@@ -241,8 +260,15 @@ def run_layer(layer: PatchedLayer, call: Call) -> tuple[Tensor, Tensor | None]:
     return exact, exact_lse
 
 
-def _run_again(layer: PatchedLayer, way: Way, call: Call) -> tuple[Tensor, Tensor | None]:
-    """Run a call of a kind that the layer served before."""
+def settled(layer: PatchedLayer) -> bool:
+    """Whether a layer serves every call of one kind as the first."""
+    return layer.observer is None and not layer.parts and layer.policy.guard != "sync"
+
+
+def run_known(
+    layer: PatchedLayer, way: Way, call: Call, at: Addresses
+) -> tuple[Tensor, Tensor | None]:
+    """Run a call of a kind that the layer served before; `at`: where its tensors are."""
     prepared, guard = way.prepared, way.guard
     layer.record.ran(way.spec, way.runs)
     if way.fallback is not None:
@@ -251,8 +277,8 @@ def _run_again(layer: PatchedLayer, way: Way, call: Call) -> tuple[Tensor, Tenso
         if prepared is None:
             return run_exact(call)
         if guard is None:
-            return again(prepared, call)
-        out, lse = again(prepared, call, guard.flags)
+            return again(prepared, at, call.scale)
+        out, lse = again(prepared, at, call.scale, guard.flags)
         layer.heed(guard.verdict(), way.runs)
         return out, lse
     except Exception as error:

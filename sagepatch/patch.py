@@ -5,7 +5,7 @@ itself.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -15,17 +15,17 @@ from torch import nn
 from sagepatch.backends import unusable
 from sagepatch.backends.catalogue import BY_NAME, SDPA
 from sagepatch.calibration.capture import LayerCalibration
-from sagepatch.calibration.choose import FEWEST_SAMPLES
 from sagepatch.calibration.costs import Costs
 from sagepatch.calibration.measure import Stopwatch
 from sagepatch.calibration.pace import Pace
 from sagepatch.calibration.planning import entry_at
 from sagepatch.calibration.reuse import FirstLook, TimeAgain, emulation, native, stale
+from sagepatch.calibration.sample import FEWEST_SAMPLES
 from sagepatch.calibration.table import Calibration
 from sagepatch.dispatch import Request
 from sagepatch.env import Machine
 from sagepatch.layer import UNPLACED, PatchedLayer, Policy
-from sagepatch.patchers.model import Parts
+from sagepatch.patchers.model import Parts, taken_out
 from sagepatch.patchers.site import Found, Left, Swap
 from sagepatch.plan import Plan, PlanEntry
 from sagepatch.plan_cache import keep_plan
@@ -72,10 +72,9 @@ class Patch:
         )
         self._sites = found.sites
         self._swaps: list[Swap] = []
-        self._stopwatch = Stopwatch()
+        self._stopwatch = Stopwatch(policy)
         self._pace = Pace()
         self._costs = Costs()
-        self._lost: dict[str, tuple[str, ...]] = {}
         self._settles = True
         self._tables: dict[str, LayerCalibration] = {}
         self._entries: dict[str, PlanEntry] = {}
@@ -149,11 +148,20 @@ class Patch:
         )
 
     def replaced(self) -> dict[str, str]:
-        """Layers that are no longer patched because a library call took our place, and by what."""
+        """Layers that are no longer patched because a library call took our place, or the whole
+        module's, and by what.
+        """
         if self.restored:
             return {}
         states = zip(self.layers, self._swaps, strict=True)
-        return {layer.name: by for layer, swap in states if (by := swap.replaced_by()) is not None}
+        found = {layer.name: by for layer, swap in states if (by := swap.replaced_by()) is not None}
+        return found | taken_out(self.parts, self._sites)
+
+    def bare(self) -> list[str]:
+        """Layers of the model on which no patch is in force, neither this one nor another."""
+        gone = taken_out(self.parts, self._sites)
+        here = (site for site in self._sites if site.name not in gone)
+        return [site.name for site in here if not patches_on([site.module])]
 
     def at(self, step: int, steps: int) -> AbstractContextManager[None]:
         """Say that calls of this thread meanwhile belong to step `step` (from 0) of `steps`: for
@@ -263,13 +271,10 @@ class Patch:
         for layer in self.layers:
             layer.run_with(request, f"variant={request.variant!r} was asked for")
 
-    def calibrate_itself(
-        self, pace: Pace | None = None, lost: Mapping[str, tuple[str, ...]] | None = None
-    ) -> None:
+    def calibrate_itself(self, pace: Pace | None = None) -> None:
         """Let every layer measure its kernels on its first calls, or on those that a pace says,
-        without end; `lost` are kernels that earlier sittings had no time for, by layer.
+        without end.
         """
-        self._lost = dict(lost or {})
         self._pace, self._settles = pace or Pace(), pace is None
         if not self.policy.emulate:
             self._pace.layers = len(self.layers)
@@ -301,8 +306,7 @@ class Patch:
     def _measure(self, layer: PatchedLayer) -> None:
         # A second thread may come here for the same first call: keep what the first one began.
         done = self._settle if self._settles else None
-        lost = self._lost.get(layer.name, ())
-        made = LayerCalibration(self._stopwatch, done, self._pace, costs=self._costs, lost=lost)
+        made = LayerCalibration(self._stopwatch, done, self._pace, costs=self._costs)
         table = self._tables.setdefault(layer.name, made)
         self._entries.pop(layer.name, None)
         layer.reason = "still calibrating: exact until it has seen enough calls"

@@ -10,7 +10,7 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,10 @@ from sagepatch.spec import AttnSpec
 SCHEMA = 3
 # The least cosine of a layer, in its worst head and sample, where nobody says otherwise.
 DEFAULT_THRESHOLD = 0.998
+# What a layer attends to: its own sequence, another one, both in one.
+KINDS = ("self", "cross", "joint")
+# Characters of one value in a sentence; a layer's path has some 60.
+_MOST_SHOWN = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,21 +181,20 @@ class Plan:
         for name in (name for row in rows for name in row.named):
             toolchain, _, recipe = name.rpartition(".")
             if not toolchain or recipe not in RECIPES:
-                raise PlanError(f"{origin} names variant {name!r}, which does not exist")
+                raise PlanError(f"{origin} names variant {_shown(name)}, which does not exist")
         counts = Counter(row.site for row in rows)
         twice = sorted(name for name, count in counts.items() if count > 1)
         if twice:
-            raise PlanError(f"{origin} names a layer twice: {', '.join(twice)}")
+            raise PlanError(f"{origin} names a layer twice: {_first(twice)}")
         return cls(entries=rows, **values)
 
     def check(self, fingerprint: str, sites: Iterable[str]) -> None:
         """Raise `PlanError` unless this plan is for a model of that structure and those layers."""
         unknown = sorted({entry.site for entry in self.entries} - set(sites))
         if unknown:
-            shown = ", ".join(unknown[:3]) + (" ..." if len(unknown) > 3 else "")
             raise PlanError(
                 f"the plan for {self.model} names {len(unknown)} layers "
-                f"that this model has not: {shown}"
+                f"that this model has not: {_first(unknown)}"
             )
         if fingerprint != self.fingerprint:
             raise PlanError(
@@ -318,6 +321,8 @@ def _entry(data: Any, origin: str) -> PlanEntry:
     """One entry of a plan; its ranges must follow one another from 0 to 1."""
     given = isinstance(data, dict) and "ranges" in data
     values = _typed(PlanEntry, data, origin, skip={"ranges"} if given else frozenset())
+    if values["kind"] not in KINDS:
+        raise PlanError(f"{origin}: kind is {_shown(values['kind'])}, needs {', '.join(KINDS)}")
     listed = data["ranges"]
     if not isinstance(listed, list):
         raise PlanError(f"{origin}: ranges is {listed!r}, needs a list")
@@ -343,15 +348,27 @@ def _typed(cls: type, data: Any, origin: str, skip: frozenset[str] | set[str] = 
     declared = {field.name: str(field.type) for field in fields(cls) if field.name not in skip}
     unknown = sorted(set(data) - set(declared) - skip)
     if unknown:
-        raise PlanError(f"{origin} has unknown fields: {', '.join(unknown)}")
+        raise PlanError(f"{origin} has unknown fields: {_first(unknown)}")
     missing = sorted(set(declared) - set(data))
     if missing:
         raise PlanError(f"{origin} lacks the fields {', '.join(missing)}")
     for name, kind in declared.items():
         if not _is(data[name], kind):
             needed = "a list of strings" if kind.startswith("tuple") else kind
-            raise PlanError(f"{origin}: {name} is {data[name]!r}, needs {needed}")
+            raise PlanError(f"{origin}: {name} is {_shown(data[name])}, needs {needed}")
     return {name: tuple(v) if isinstance(v, list) else v for name, v in data.items()}
+
+
+def _shown(value: object) -> str:
+    """A value from a file in an error's sentence: as Python writes it, as far as it can be read."""
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def _first(names: Sequence[str]) -> str:
+    """The first three of some names from a file."""
+    shown = (name if len(name) <= _MOST_SHOWN else f"{name[:_MOST_SHOWN]}..." for name in names[:3])
+    return ", ".join(shown) + (" ..." if len(names) > 3 else "")
 
 
 def _is(value: Any, kind: str) -> bool:

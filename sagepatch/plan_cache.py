@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from sagepatch.backends.catalogue import BY_NAME
@@ -71,7 +72,11 @@ def keep_plan(plan: Plan, machine: Machine) -> None:
 
 
 def _read(path: Path) -> Plan | None:
-    """A kept plan; None, and a warning, where it is another user's or no plan."""
+    """A kept plan; None, and a warning, where it is another user's or no plan. None, too, where
+    another process has just taken it away.
+    """
+    if not path.exists():
+        return None
     if hasattr(os, "getuid") and path.stat().st_uid != os.getuid():
         logger.warning("sagepatch: %s belongs to another user and is not read", path)
         return None
@@ -114,8 +119,12 @@ def _path(fingerprint: str, machine: Machine, threshold: float) -> Path | None:
 def _siblings(path: Path) -> list[Path]:
     """The kept plans of the same model, GPU and threshold, the newest first."""
     same = path.name.rpartition("-")[0]
-    found = path.parent.glob(f"{same}-*.json")
-    return sorted(found, key=lambda one: one.stat().st_mtime, reverse=True)
+    made: dict[Path, float] = {}
+    for one in path.parent.glob(f"{same}-*.json"):
+        # Another process may take an old one away meanwhile.
+        with suppress(FileNotFoundError):
+            made[one] = one.stat().st_mtime
+    return sorted(made, key=lambda one: made[one], reverse=True)
 
 
 def _key(facts: Iterable[str]) -> str:

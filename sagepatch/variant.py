@@ -57,7 +57,6 @@ class Variant:
     gqa: bool = True
     own_v_head_dim: bool = True  # Dv may differ from D
     lse: bool = True
-    min_kv_len: int = 0
     needs: tuple[str, ...] = ()  # importable packages that the code wants
     tested_on: frozenset[int] = field(default_factory=frozenset)
     first_on: frozenset[int] = field(default_factory=frozenset)
@@ -120,10 +119,6 @@ class Variant:
             (
                 spec.v_head_dim != spec.head_dim and not self.own_v_head_dim,
                 f"head_dim of v is {spec.v_head_dim}, needs {spec.head_dim} as q",
-            ),
-            (
-                spec.kv_len < self.min_kv_len,
-                f"kv_len is {spec.kv_len}, needs at least {self.min_kv_len}",
             ),
             (
                 spec.mask not in self.masks,

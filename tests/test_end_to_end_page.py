@@ -66,3 +66,18 @@ def test_the_last_row_of_a_mode_counts_and_only_parts_of_its_run(tmp_path: Path)
     assert found.attention_ms("unpatched") is None
     assert found.attention_ms("calibrated") == 2
     assert found.share is None
+
+
+@pytest.mark.parametrize(
+    ("kernels", "told"),
+    [
+        ("140 sdpa.exact", "1.06x (all layers exact)"),
+        ("139 sdpa.exact; 1 cuda.sage2_8", "1.06x"),
+        ("140 cuda.sage2_8", "1.06x"),
+    ],
+)
+def test_a_speed_of_exact_layers_alone_says_so(kernels: str, told: str) -> None:
+    found = one((106, 100), 10)
+    found.parts["calibrated"]["kernels"] = kernels
+    assert found.told() == told
+    assert one((106, 100), 10, parts=False).told() == "1.06x"

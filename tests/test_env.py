@@ -149,7 +149,10 @@ def test_the_log_level_follows_its_variable(monkeypatch, wanted: str, level: int
     assert ours.level == level
 
 
-@pytest.mark.parametrize(("value", "off"), [("1", True), ("yes", True), ("0", False), ("", False)])
+@pytest.mark.parametrize(
+    ("value", "off"),
+    [("1", True), ("yes", True), ("0", False), ("", False), ("false", False), ("No ", False)],
+)
 def test_the_switch(monkeypatch, value: str, off: bool) -> None:
     monkeypatch.setenv("SAGEPATCH_DISABLE", value)
     assert env.disabled() is off

@@ -79,7 +79,7 @@ def test_share_plan(tmp_path: Path, monkeypatch, capsys) -> None:
     assert (tmp_path / "plan.json").exists()
 
 
-def test_serve(monkeypatch) -> None:
+def test_serve() -> None:
     pytest.importorskip("fastapi")
     from fastapi.testclient import TestClient
 

@@ -110,3 +110,31 @@ def test_a_kernel_that_fails_its_check_is_not_measured(monkeypatch) -> None:
     assert any("cosine 0.5" in note for note in patch.report().layers[0].notes)
     assert torch.equal(forward(model), forward(stack()))
     patch.restore()
+
+
+def test_a_module_taken_out_of_the_model_is_reported(caplog) -> None:
+    # As diffusers' FreeNoise does, which puts blocks of its own in the places of the model's.
+    model = stack()
+    patch = sagepatch.apply(model, variant=FAST)
+    model[1] = torch.nn.Sequential(model[1])  # under another name, and patched as before
+    model[2] = stack(1)[0]
+    del model[3]
+    forward(model)
+    assert patch.replaced() == {"2": "Block", "3": "nothing, it is gone"}
+    assert [layer.record.calls for layer in patch.layers] == [1, 1, 0, 0]
+    assert "2 no longer patched" in patch.report().headline()
+    again = sagepatch.apply(model, variant=FAST)
+    forward(model)
+    assert [layer.record.calls for layer in again.layers] == [1, 1, 1]
+    assert not again.replaced()
+    assert not caplog.text
+
+
+def test_a_patch_on_a_part_says_what_it_leaves_unpatched(caplog) -> None:
+    model = stack()
+    older = sagepatch.apply(model, variant=FAST)
+    sagepatch.apply(model, variant=FAST)
+    assert not caplog.text
+    sagepatch.apply(model[1], variant=FAST)
+    assert older.bare() == ["0", "2", "3"]
+    assert "which has fewer layers: 3 run unpatched now, 0 among them" in caplog.text

@@ -94,6 +94,18 @@ def test_what_cannot_be_read_is_a_warning(folder, caplog) -> None:
     assert caplog.text.count("a kept plan is not used: ") == 2
 
 
+def test_a_plan_that_another_process_takes_away_meanwhile_is_no_warning(folder, caplog) -> None:
+    keep_plan(plan(OLD), OLD)
+    (kept,) = folder.iterdir()
+    # Listed by its name, and no longer there when it is looked at.
+    gone = kept.with_name(f"{kept.name.rpartition('-')[0]}-gone.json")
+    gone.symlink_to(folder / "nowhere")
+    keep_plan(plan(), GPU)
+    assert len(stale_plans("mark", GPU, 0.998)) == 1
+    assert cached_plan("mark", GPU, 0.998) == plan()
+    assert not caplog.text
+
+
 def test_plans_of_emulations_and_of_other_gpus_are_not_kept(folder) -> None:
     keep_plan(plan(emulated=True), GPU)
     keep_plan(plan(gpu="another"), GPU)

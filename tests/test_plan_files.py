@@ -55,6 +55,24 @@ def test_a_huge_plan_is_read_in_a_moment() -> None:
     assert time.perf_counter() - began < 20
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("variant", "x" * 100_000, "names variant 'xxx"),
+        ("samples", "9" * 100_000, "samples is '999"),
+        ("site", "x" * 100_000, "names a layer twice: xxx"),
+        ("kind", "weird", "kind is 'weird', needs self, cross, joint"),
+    ],
+)
+def test_what_a_file_holds_makes_no_page_of_an_error(field: str, value: str, says: str) -> None:
+    data = json.loads(plan_text())
+    for row in data["entries"]:
+        row[field] = value
+    with pytest.raises(PlanError, match=says) as refused:
+        Plan.from_json(json.dumps(data))
+    assert len(str(refused.value)) < 300
+
+
 def test_paths_that_no_system_can_have(tmp_path) -> None:
     with pytest.raises(PlanError, match="null byte"):
         Plan.load("a\0b")

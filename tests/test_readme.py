@@ -1,5 +1,5 @@
 """The code blocks of the README and of the quick start run as they stand, hub ids replaced by tiny
-models of those classes; commands and numbers in them are real.
+models of those classes (on the CPU, where there is no GPU); commands and numbers in them are real.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 from models import saved
 
 from sagepatch import cli
@@ -36,6 +37,9 @@ def test_two_commands_do_all_the_set_up() -> None:
 @pytest.mark.parametrize("code", BLOCKS)
 def test_code_blocks(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    if not torch.cuda.is_available():
+        code = code.replace(", dtype=torch.bfloat16)", ")").replace('pipe.to("cuda")\n', "")
+        code = code.replace(', device_map="cuda"', "")
     if "FLUX" in code:
         model = saved.save_tiny_flux(tmp_path / "flux")
         code = code.replace("black-forest-labs/FLUX.1-schnell", str(model))
@@ -64,6 +68,17 @@ def test_commands_take_these_options(line: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(cli.explain, "read_spec", stop)
     assert cli.run_command(words) == 3
     assert len(reached) == 1
+
+
+def test_who_has_a_gpu_uses_it() -> None:
+    """A model that a block loads in FP32 or leaves on the CPU would stay exact."""
+    lines = [line for text in (TEXT, QUICK_START) for line in text.split("\n")]
+    loading = [number for number, line in enumerate(lines) if "from_pretrained" in line]
+    pipelines = [number for number in loading if "FLUX" in lines[number]]
+    assert len(pipelines) == 6  # one shows it without a GPU
+    fast = [number for number in pipelines if "bfloat16" in lines[number]]
+    assert len(fast) == 5
+    assert all(lines[number + 1] == 'pipe.to("cuda")' for number in fast)
 
 
 def test_links_and_pictures_exist() -> None:

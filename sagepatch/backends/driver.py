@@ -15,7 +15,14 @@ Launcher = Callable[[int, int, int, None], int]
 # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION of cuda.h.
 _PROGRAMMATIC = 6
 
-_THREAD = threading.local()
+
+class _Thread(threading.local):
+    """What a thread has done: nothing yet."""
+
+    entered = False
+
+
+THREAD = _Thread()
 
 
 class Attribute(ctypes.Structure):
@@ -126,7 +133,7 @@ def tensor_map(
 
 def enter(device: int) -> None:
     """Give a thread that has never used CUDA the context that torch made for `device`."""
-    if getattr(_THREAD, "entered", False):
+    if THREAD.entered:
         return
     driver = _library()
     context, number = ctypes.c_void_p(), ctypes.c_int()
@@ -136,7 +143,7 @@ def enter(device: int) -> None:
         _check(driver.cuDeviceGet(ctypes.byref(number), device))
         _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number))
         _check(driver.cuCtxSetCurrent(context))
-    _THREAD.entered = True
+    THREAD.entered = True
 
 
 def words(status: int) -> str:

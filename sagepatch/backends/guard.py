@@ -102,7 +102,9 @@ class DeviceGuard:
         if not asked:
             return None
         if copy is None:
-            copy = self._copy = lasting(lambda: torch.zeros(2, dtype=torch.int32, pin_memory=True))
+            copy = self._copy = lasting(
+                lambda: torch.zeros(2, dtype=torch.int32, device="cpu", pin_memory=True)
+            )
         with torch.cuda.device(self.device):
             copy.copy_(self.flags, non_blocking=True)
             event = torch.cuda.Event()

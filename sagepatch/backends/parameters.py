@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 # A parameter in a signature: its size, and its format for struct.
 POINTER, INT, LONG, FLOAT, MAP, FLAG = "P", "i", "q", "f", "T", "b"
-_FORMATS = {
+FORMATS = {
     POINTER: (8, "Q"),
     INT: (4, "i"),
     LONG: (8, "q"),
@@ -55,7 +55,7 @@ class Layout:
                 else:
                     sizes.append(at - offsets[-1])
                 continue
-            size, code = _FORMATS[letter]
+            size, code = FORMATS[letter]
             gap = -at % (MAP_ALIGNMENT if letter == MAP else size)
             form += f"{gap}x{code}"
             at += gap

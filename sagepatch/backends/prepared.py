@@ -5,11 +5,13 @@ key. Knows no kernel.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from sagepatch.backends import memory
 from sagepatch.backends.chain import Chain
 from sagepatch.bounded import Bounded
 from sagepatch.numerics.recipe import Recipe
@@ -22,6 +24,23 @@ VALUES = 11
 # Addresses that kernels tell apart, and nothing finer: vectors of 16 bytes, tensor maps.
 ALIGNMENT = 16
 MOST_KINDS = 1024
+# Of q, k, v, the mask, cumulative lengths of queries and of keys; 0 for what a call has not.
+Addresses = tuple[int, int, int, int, int, int]
+# What tensors look like but for their numbers.
+Look = tuple[Any, ...]
+
+
+def addresses_of(call: Call) -> Addresses:
+    """Where the tensors of a call are."""
+    mask, cu_q, cu_k = call.attn_mask, call.cu_seqlens_q, call.cu_seqlens_kv
+    return (
+        call.q.data_ptr(),
+        call.k.data_ptr(),
+        call.v.data_ptr(),
+        0 if mask is None else mask.data_ptr(),
+        0 if cu_q is None else cu_q.data_ptr(),
+        0 if cu_k is None else cu_k.data_ptr(),
+    )
 
 
 def values_of(
@@ -34,78 +53,94 @@ def values_of(
     factor: float = 0.0,
 ) -> tuple[int | float, ...]:
     """What `call` brings to a launch, by place."""
-    mask, cu_q, cu_k = call.attn_mask, call.cu_seqlens_q, call.cu_seqlens_kv
-    return (
-        call.q.data_ptr(),
-        call.k.data_ptr(),
-        call.v.data_ptr(),
-        0 if mask is None else mask.data_ptr(),
-        0 if cu_q is None else cu_q.data_ptr(),
-        0 if cu_k is None else cu_k.data_ptr(),
-        *(flags, out, lse, scratch, factor),
-    )
+    return (*addresses_of(call), flags, out, lse, scratch, factor)
+
+
+class Form(NamedTuple):
+    """Shape and strides of an output, and of the log-sum-exp where one is asked for."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    lse: tuple[tuple[int, ...], tuple[int, ...]] | None
+
+    @classmethod
+    def of(cls, call: Call) -> Form:
+        """Output [B, Hq, Sq, Dv] in the order of memory that the call asks for."""
+        B, Hq, Sq, _ = call.q.shape
+        Dv = call.v.shape[3]
+        strides = (Hq * Sq * Dv, Dv, Hq * Dv, 1) if call.bshd_out else _dense(B, Hq, Sq, Dv)
+        lse = ((B, Hq, Sq), _dense(B, Hq, Sq)) if call.return_lse else None
+        return cls((B, Hq, Sq, Dv), strides, lse)
+
+    def swapped(self) -> Form:
+        """The same memory as [B, Sq, Hq, Dv]."""
+        shape, strides = ((a, c, b, d) for a, b, c, d in (self.shape, self.strides))
+        return Form(shape, strides, self.lse)
+
+    def without_batch(self) -> Form:
+        """The same of one batch as [Hq, Sq, Dv]."""
+        lse = None if self.lse is None else (self.lse[0][1:], self.lse[1][1:])
+        return Form(self.shape[1:], self.strides[1:], lse)
+
+
+def _dense(*shape: int) -> tuple[int, ...]:
+    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 class Prepared:
     """How calls of one kind are served: the output they get, scratch memory, launches.
 
-    The chain belongs to CUDA device number `device`. Memory of the output is in the order of
-    `out_shape`; `bshd` says that its heads and tokens are to be swapped for a caller that knows
-    [B, Hq, Sq, Dv] alone.
+    The chain belongs to CUDA device number `number`. `form`: the output [B, Hq, Sq, Dv] that calls
+    of the kind ask for. `factor_of_scale`: what the kernels want the softmax scale times.
     """
 
     __slots__ = (
-        *("chain", "scratch_bytes", "device", "number", "out_shape", "out_dtype", "bshd"),
-        *("lse_shape", "factor_of_scale", "recipe"),
+        *("chain", "scratch_bytes", "number", "form", "out_dtype", "factor_of_scale", "recipe"),
     )
 
     def __init__(
         self, chain: Chain, scratch_bytes: int, call: Call, recipe: Recipe, factor_of_scale: float
     ) -> None:
-        B, Hq, Sq, _ = call.q.shape
-        Dv = call.v.shape[3]
         self.chain = chain
         self.scratch_bytes = scratch_bytes
-        self.device = call.q.device
         self.number: int = call.q.device.index
-        self.bshd = call.bshd_out
-        self.out_shape = (B, Sq, Hq, Dv) if call.bshd_out else (B, Hq, Sq, Dv)
+        self.form = Form.of(call)
         self.out_dtype = call.v.dtype
-        self.lse_shape = (B, Hq, Sq) if call.return_lse else None
         self.factor_of_scale = factor_of_scale
         self.recipe = recipe
 
     def __call__(
-        self,
-        q: int,
-        k: int,
-        v: int,
-        scale: float,
-        mask: int = 0,
-        cu_q: int = 0,
-        cu_k: int = 0,
-        flags: int = 0,
+        self, at: Addresses, scale: float, form: Form, flags: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        """Launch on the current stream of the device: the output in the order of `out_shape`, and
-        the log-sum-exp [B, Hq, Sq] where the kind asks for one. All but `scale` are addresses.
+        """Launch on the current stream of the device: the output, and the log-sum-exp where the
+        kind asks for one, as `form` says, which is that of the kind or the same memory.
+
+        Raises torch.OutOfMemoryError, and RuntimeError with the driver's words where it refuses a
+        launch.
         """
-        if self.number != torch.cuda.current_device():
-            with torch.cuda.device(self.device):
-                return self(q, k, v, scale, mask, cu_q, cu_k, flags)
-        out = torch.empty(self.out_shape, dtype=self.out_dtype, device=self.device)
-        lse = None
-        if self.lse_shape is not None:
-            lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
-        scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=self.device)
-        self.chain(
-            self.number,
-            (
-                *(q, k, v, mask, cu_q, cu_k, flags, out.data_ptr()),
-                0 if lse is None else lse.data_ptr(),
-                scratch.data_ptr(),
-                scale * self.factor_of_scale,
-            ),
-        )
+        number = self.number
+        if torch._C._cuda_getDevice() != number:
+            with torch.cuda.device(number):
+                return self(at, scale, form, flags)
+        out = memory.empty(form.shape, form.strides, self.out_dtype)
+        lse = None if form.lse is None else memory.empty(*form.lse, torch.float32)
+        stream = torch._C._cuda_getCurrentRawStream(number)
+        scratch = memory.take(self.scratch_bytes, stream)
+        try:
+            self.chain(
+                number,
+                stream,
+                (
+                    *at,
+                    flags,
+                    out.data_ptr(),
+                    0 if lse is None else lse.data_ptr(),
+                    scratch,
+                    scale * self.factor_of_scale,
+                ),
+            )
+        finally:
+            memory.give(scratch)
         return out, lse
 
 
@@ -121,31 +156,42 @@ def comes_again(call: Call) -> bool:
     return call.q.is_cuda and call.q.shape[2] > 1
 
 
-def kind_of(call: Call) -> tuple[Any, ...]:
-    """All that launches depend on but for addresses, as cheaply as Python allows."""
-    q, k, v, mask, cu_q, cu_k = (
-        *(call.q, call.k, call.v, call.attn_mask),
-        *(call.cu_seqlens_q, call.cu_seqlens_kv),
-    )
-    at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+def look_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, at: Addresses) -> Look:
+    """What launches depend on of the tensors of a call, as cheaply as Python allows."""
     return (
-        *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
-        *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
-        not (at[0] | at[1] | at[2]) % ALIGNMENT or tuple(a % ALIGNMENT for a in at),
-        *(call.causal_offset, call.window, call.softcap, call.bshd_out, call.return_lse),
-        call.sinks is None,
-        None if mask is None else kind_of_mask(mask),
-        None if cu_q is None or cu_k is None else (*_kind_of_row(cu_q), *_kind_of_row(cu_k)),
+        q.shape,
+        k.shape,
+        v.shape,
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        q.device,
+        k.device,
+        v.device,
+        None if mask is None else (mask.shape, mask.stride(), mask.dtype, mask.device),
+        not (at[0] | at[1] | at[2] | at[3] | at[4] | at[5]) % ALIGNMENT
+        or tuple(a % ALIGNMENT for a in at),
     )
 
 
-def _kind_of_row(offsets: Tensor) -> tuple[Any, ...]:
-    return offsets.shape, offsets.dtype, offsets.device, offsets.data_ptr() % ALIGNMENT
-
-
-def kind_of_mask(mask: Tensor) -> tuple[Any, ...]:
-    """What launches depend on of a mask."""
-    return mask.shape, mask.stride(), mask.dtype, mask.device, mask.data_ptr() % ALIGNMENT
+def kind_of(call: Call, look: Look) -> tuple[Any, ...]:
+    """All that launches depend on but for addresses; `look` is that of the call's tensors."""
+    cu_q, cu_k = call.cu_seqlens_q, call.cu_seqlens_kv
+    return (
+        look,
+        call.causal_offset,
+        call.window,
+        call.softcap,
+        call.bshd_out,
+        call.return_lse,
+        call.sinks is None,
+        None
+        if cu_q is None or cu_k is None
+        else (cu_q.shape, cu_q.dtype, cu_q.device, cu_k.shape, cu_k.dtype, cu_k.device),
+    )
 
 
 def serve(
@@ -154,10 +200,11 @@ def serve(
     """Serve a call as one of its kind was served before, or by `begin`; output [B, Hq, Sq, Dv] in
     the order that the call asks for.
     """
-    key = _key(toolchain, call, recipe, flags)
+    at = addresses_of(call)
+    key = _key(toolchain, call, at, recipe, flags)
     found = _PREPARED.get(key)
     if found is not None:
-        return again(found, call, flags)
+        return again(found, at, call.scale, flags)
     out, lse, found = begin(call, recipe, flags)
     if found is not None:
         _PREPARED[key] = found
@@ -168,28 +215,20 @@ def find(
     toolchain: str, call: Call, recipe: Recipe, flags: Tensor | None = None
 ) -> Prepared | None:
     """How a call was served; None where none of its kind was."""
-    return _PREPARED.get(_key(toolchain, call, recipe, flags))
+    return _PREPARED.get(_key(toolchain, call, addresses_of(call), recipe, flags))
 
 
-def _key(toolchain: str, call: Call, recipe: Recipe, flags: Tensor | None) -> tuple[Any, ...]:
+def _key(
+    toolchain: str, call: Call, at: Addresses, recipe: Recipe, flags: Tensor | None
+) -> tuple[Any, ...]:
     guarded = None if flags is None else flags.data_ptr() % ALIGNMENT
+    look = look_of(call.q, call.k, call.v, call.attn_mask, at)
     # Hashing a recipe costs more than the rest of the key: entries hold theirs, so that ids stay.
-    return (toolchain, id(recipe), guarded, *kind_of(call))
+    return (toolchain, id(recipe), guarded, kind_of(call, look))
 
 
 def again(
-    prepared: Prepared, call: Call, flags: Tensor | None = None
+    prepared: Prepared, at: Addresses, scale: float, flags: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Serve a call of the kind of `prepared`."""
-    mask, cu_q, cu_k = call.attn_mask, call.cu_seqlens_q, call.cu_seqlens_kv
-    out, lse = prepared(
-        call.q.data_ptr(),
-        call.k.data_ptr(),
-        call.v.data_ptr(),
-        call.scale,
-        0 if mask is None else mask.data_ptr(),
-        0 if cu_q is None else cu_q.data_ptr(),
-        0 if cu_k is None else cu_k.data_ptr(),
-        0 if flags is None else flags.data_ptr(),
-    )
-    return out.transpose(1, 2) if prepared.bshd else out, lse
+    """Serve a call of the kind of `prepared`, whose tensors are at `at`."""
+    return prepared(at, scale, prepared.form, 0 if flags is None else flags.data_ptr())

@@ -105,12 +105,13 @@ def _failure_on(variant: Variant, index: int) -> str | None:
 
 def known_call(device: torch.device, head_dim: int = SHAPE["head_dim"]) -> Call:
     """The call with the known answer: keys with a common offset, lengths off every tile."""
-    gen = torch.Generator().manual_seed(20)
+    # From the CPU whatever the default device: everywhere the same numbers.
+    gen, cpu = torch.Generator("cpu").manual_seed(20), torch.device("cpu")
     B, D = SHAPE["batch"], head_dim
-    q = torch.randn(B, SHAPE["q_heads"], SHAPE["q_len"], D, generator=gen)
-    k = torch.randn(B, SHAPE["kv_heads"], SHAPE["kv_len"], D, generator=gen)
-    v = torch.randn(B, SHAPE["kv_heads"], SHAPE["kv_len"], D, generator=gen)
-    k = k + 2 * torch.randn(D, generator=gen)
+    q = torch.randn(B, SHAPE["q_heads"], SHAPE["q_len"], D, generator=gen, device=cpu)
+    k = torch.randn(B, SHAPE["kv_heads"], SHAPE["kv_len"], D, generator=gen, device=cpu)
+    v = torch.randn(B, SHAPE["kv_heads"], SHAPE["kv_len"], D, generator=gen, device=cpu)
+    k = k + 2 * torch.randn(D, generator=gen, device=cpu)
     dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
     q, k, v = (t.to(device, dtype) for t in (q, k, v))
     offset = SHAPE["kv_len"] - SHAPE["q_len"]

@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from sagepatch.calibration.timing import queued
+
 # Between two runs this is written over, so that none finds its inputs in the L2 cache.
 LEAST_FLUSH_BYTES = 64 << 20
 
@@ -44,7 +46,9 @@ class Clock(Protocol):
 
 
 class EventClock:
-    """By CUDA events on the current stream; runs are queued, the L2 cache overwritten between."""
+    """By CUDA events on the current stream, as calibration takes times: runs are queued where the
+    GPU does not wait for the host, the L2 cache overwritten between.
+    """
 
     def __init__(self, device: torch.device) -> None:
         cached = torch.cuda.get_device_properties(device).L2_cache_size
@@ -53,17 +57,10 @@ class EventClock:
         )
 
     def __call__(self, run: Callable[[], object], runs: int) -> list[float]:
-        pairs = [
-            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            for _ in range(runs)
-        ]
-        for start, end in pairs:
-            self._flush.zero_()
-            start.record()
-            run()
-            end.record()
-        torch.cuda.synchronize(self._flush.device)
-        return [start.elapsed_time(end) for start, end in pairs]
+        device = self._flush.device
+        with torch.cuda.device(device):
+            taken, _ = queued(run, device, runs, between=self._flush.zero_)
+        return [us / 1e3 for us in taken]
 
 
 def runs_that_fit(

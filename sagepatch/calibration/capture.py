@@ -16,10 +16,11 @@ from torch import Tensor
 
 from sagepatch.backends.catalogue import CATALOGUE, SDPA
 from sagepatch.backends.selfcheck import failure
+from sagepatch.calibration.choose import SPOILT
 from sagepatch.calibration.costs import Costs, by_use
 from sagepatch.calibration.diagnose import diagnosed
 from sagepatch.calibration.keeping import kept
-from sagepatch.calibration.measure import Rows, Stopwatch, errors_of, measured_rows
+from sagepatch.calibration.measure import Rows, Stopwatch, all_finite, errors_of, measured_rows
 from sagepatch.calibration.pace import Pace, Timing, power_of_two
 from sagepatch.calibration.readying import make_ready
 from sagepatch.calibration.sample import Remedy, Sample
@@ -35,6 +36,9 @@ from sagepatch.variant import Variant
 
 # The calls of a layer that are measured before it locks; the calls between them run exact.
 SAMPLED_CALLS = (1, 2, 4, 8)
+# The next call takes the place of one whose exact output is not finite, until a layer has had so
+# many of those; then it is settled on what it has seen.
+MOST_SPOILT = 8
 # What calibration tries unless told otherwise, best first: 8-bit recipes of the fast tier and those
 # of the safe one. 4-bit recipes cost accuracy without being faster on most GPUs.
 CANDIDATE_RECIPES = (
@@ -54,7 +58,8 @@ class LayerCalibration:
     """The measurements of one layer; its `observe` is the observer of a `PatchedLayer`.
 
     With `done` the 1st, 2nd, 4th and 8th call are measured and `done(layer)` is called after the
-    last of them; without it the pace says what is measured, without an end.
+    last of them; without it the pace says what is measured, without an end. `calls` leaves out what
+    is no sample; `spoilt` counts the calls measured whose exact output was not finite.
     """
 
     stopwatch: Stopwatch
@@ -63,9 +68,10 @@ class LayerCalibration:
     rows: list[Sample] = field(default_factory=list)
     remedies: tuple[Remedy, ...] = ()
     calls: int = 0
+    spoilt: int = 0
     costs: Costs = field(default_factory=Costs, repr=False)
-    # What earlier sittings had no time for at this layer.
-    lost: tuple[str, ...] = ()
+    # The runs that measured each candidate, by number and name.
+    runs: dict[str, dict[int, str]] = field(default_factory=dict, repr=False)
     # The run and the place in it that calls are counted in, and how many there were; the run that
     # `calls` is counted in, and the calls before it.
     _step: tuple[int, Place | None, int] = (0, None, 0)
@@ -78,8 +84,7 @@ class LayerCalibration:
         """Run one call exactly; measure the candidates on it if it is one of the sampled calls."""
         refuse_capture(layer, call, "still calibrates")
         out, lse = run_exact(call)
-        # A layer runs a single query exactly whatever its plan says: such a call shows nothing.
-        if call.q.shape[2] <= 1:
+        if not shows_errors(call):
             return out, lse
         # One thread measures at a time; the others get their exact output and go on.
         if self._lock.acquire(blocking=False):
@@ -88,8 +93,8 @@ class LayerCalibration:
                     self._run = self.pace.number, self.calls
                 self.calls += 1
                 place = layer.schedule.place()
-                if self._due(place, call.q.device):
-                    self._sample(layer, call, out, place)
+                if self._due(place, call.q.device) and not self._sampled(layer, call, out, place):
+                    self._give_up_place(layer)
                 finished = self.calls == SAMPLED_CALLS[-1]
             finally:
                 self._lock.release()
@@ -104,7 +109,10 @@ class LayerCalibration:
 
     def table(self, layer: PatchedLayer) -> LayerTable:
         """What was measured so far, frozen."""
-        return LayerTable(layer.name, layer.kind, tuple(self.rows), self.remedies)
+        runs = {name: tuple(those.values()) for name, those in self.runs.items()}
+        return LayerTable(
+            layer.name, layer.kind, tuple(self.rows), self.remedies, runs, self.spoilt
+        )
 
     def _due(self, place: Place | None, device: torch.device) -> bool:
         if self.done is not None:
@@ -115,10 +123,27 @@ class LayerCalibration:
         self._step = (*step, count)
         return self.pace.due(place, count, device)
 
-    def _sample(self, layer: PatchedLayer, call: Call, exact: Tensor, place: Place | None) -> None:
+    def _give_up_place(self, layer: PatchedLayer) -> None:
+        """Leave the place of a call that was no sample to the next one, within `MOST_SPOILT`."""
+        layer.record.note(SPOILT)
+        self.spoilt += 1
+        if self.spoilt < MOST_SPOILT:
+            self.calls -= 1
+            number, place, count = self._step
+            self._step = number, place, count - 1
+        elif self.done is not None:
+            self.calls = SAMPLED_CALLS[-1]
+
+    def _sampled(self, layer: PatchedLayer, call: Call, exact: Tensor, place: Place | None) -> bool:
+        """Take a sample; False where it teaches nothing, as the exact output is not finite."""
         with self.pace.measuring(place, call.q.device) as timing:
             row = self._measured(layer, call, exact, place, timing)
+        if row is None:
+            return False
+        for name in (SDPA.name, *row.errors):
+            self.runs.setdefault(name, {})[self.pace.number] = self.pace.run
         self.rows[:] = kept([*self.rows, replace(row, run=self.pace.run)])
+        return True
 
     def _measured(
         self,
@@ -127,38 +152,48 @@ class LayerCalibration:
         exact: Tensor,
         place: Place | None,
         timing: Timing,
-    ) -> Sample:
+    ) -> Sample | None:
         spec = call.spec()
         with timing.preparing():
             tried = self._tried.get(spec)
             if tried is None:
                 tried = self._tried[spec] = candidate_variants(spec, layer, call=call)
+                if spec.device == "cuda":
+                    _load_comparing(call)
         # Where emulations may win, times decide nothing.
         timed = bool(tried) and not layer.policy.emulate
         times: dict[str, float | None] = {}
-        with timing.running():
-            us_exact = self.stopwatch.us(SDPA, call, spec) if timed else None
-            for variant in tried if timed else ():
-                with only_this_one(layer, variant, spec):
-                    times[variant.name] = self.stopwatch.us(variant, call, spec)
+        us_exact = None
+        if timed:
+            again = self.costs.admits_timing(self.pace.room(place, timing), spec)
+            with timing.running(), self.costs.counting("timing", spec):
+                us_exact = self.stopwatch.us(SDPA, call, spec, again)
+                for variant in tried:
+                    with only_this_one(layer, variant, spec):
+                        times[variant.name] = self.stopwatch.us(variant, call, spec, again)
         serving = [v for v in tried if v.name in times] if timed else tried
         order = by_use(serving, times, us_exact)
-        # One that an earlier sample lacks for time cannot be chosen any more.
-        lost = {*self.lost, *(name for row in self.rows for name in row.skipped)}
-        order = [variant for variant in order if variant.name not in lost]
         room = self.pace.room(place, timing) if timed else math.inf
         many = self.costs.affordable(room, len(order), spec)
         if place is not None and place.steps < FEW_STEPS and self.done is None and not timed:
             order = sorted(order, key=lambda variant: variant.recipe.name not in EMULATED_FEW)
             many = sum(variant.recipe.name in EMULATED_FEW for variant in order) or many
+        finite = all_finite(exact)
         taken: dict[str, Rows] = {}
-        with self.costs.counting("candidate", spec, of=taken):
+        with self.costs.counting("candidates", spec, of=taken):
             for variant in order[:many]:
                 with only_this_one(layer, variant, spec):
                     taken[variant.name] = measured_rows(variant, call, exact)
             found = errors_of(taken)
+        # Errors have been read since that was queued: the GPU is not waited for again.
+        if not finite.item():
+            return None
         errors = {
-            variant.name: replace(found[variant.name], us=times.get(variant.name))
+            variant.name: replace(
+                found[variant.name],
+                us=times.get(variant.name),
+                host_us=self.stopwatch.host_us(variant, spec),
+            )
             for variant in tried
             if variant.name in found
         }
@@ -176,12 +211,33 @@ class LayerCalibration:
             errors=errors,
             statistics=looked,
             us_exact=us_exact,
-            skipped=tuple(v.name for v in serving if v.name in lost or v in order[many:]),
+            skipped=tuple(variant.name for variant in order[many:]),
+            refused=(
+                *(v.name for v in tried if v not in order[many:] and v.name not in found),
+                *refused_by(spec, layer, tried),
+            ),
+            host_us_exact=self.stopwatch.host_us(SDPA, spec),
         )
         if self.pace.spares(place):
             with self.pace.diagnosing(place):
                 self.remedies = diagnosed(call, exact, made, self.remedies)
         return made
+
+
+def shows_errors(call: Call) -> bool:
+    """Whether a call can be a sample: a layer runs a single query exactly whatever its plan says,
+    and one of no batch member, query, key or head has no output that a kernel could get wrong.
+    """
+    return call.q.shape[2] > 1 and all(x.numel() for x in (call.q, call.k, call.v))
+
+
+def _load_comparing(call: Call) -> None:
+    """Let torch load the kernels that compare and describe tensors, which it does at their first
+    use in a process.
+    """
+    few = call.q[:, :1, :2, : min(call.k.shape[3], call.v.shape[3])]
+    errors_of({SDPA.name: Rows(few, few)})
+    statistics(Call(few, few, few, call.scale))
 
 
 @contextmanager
@@ -237,11 +293,42 @@ def candidate_variants(
     if recipes is not None:
         asked = [variant for variant in serving if variant.recipe.name in recipes]
         if call is not None:
-            make_ready(asked, call)
+            make_ready(asked, call, guarded=layer.policy.guard == "auto")
         return [variant for variant in asked if _proven(variant, layer, spec)]
     if call is not None:
-        make_ready(_few(serving, lambda variant: True), call)
+        few = _few(serving, lambda variant: True)
+        make_ready(few, call, guarded=layer.policy.guard == "auto")
     return _few(serving, lambda variant: _proven(variant, layer, spec))
+
+
+def refused_by(spec: AttnSpec, layer: PatchedLayer, tried: Sequence[Variant]) -> tuple[str, ...]:
+    """The kernels that calibration tries on other calls of this device which cannot serve such a
+    call, or must not; `tried` can.
+    """
+    request = Request("auto", emulate=layer.policy.emulate)
+    wide = wide_stays_exact(spec, layer.policy.emulate) is not None
+    return tuple(
+        decision.variant.name
+        for decision in candidates(spec, request, layer.unusable, CATALOGUE)
+        if (decision.reasons or wide)
+        and decision.variant not in tried
+        and _runs_here(decision.variant, spec, layer)
+        and decision.variant.recipe.name in _listed(decision.variant)
+    )
+
+
+def _runs_here(variant: Variant, spec: AttnSpec, layer: PatchedLayer) -> bool:
+    """Whether a kernel serves any call on the device of this one."""
+    if variant.toolchain == "emulated" and not layer.policy.emulate:
+        return False
+    right = spec.device in variant.devices and (
+        variant.archs is None or spec.device != "cuda" or spec.arch in variant.archs
+    )
+    return right and variant.withheld is None and layer.unusable(variant) is None
+
+
+def _listed(variant: Variant) -> tuple[str, ...]:
+    return EMULATED_RECIPES if variant.toolchain == "emulated" else CANDIDATE_RECIPES
 
 
 def _few(serving: Sequence[Variant], proven: Callable[[Variant], bool]) -> list[Variant]:
@@ -249,10 +336,10 @@ def _few(serving: Sequence[Variant], proven: Callable[[Variant], bool]) -> list[
     taken: Counter[tuple[bool, str]] = Counter()
     chosen = []
     for variant in sorted(serving, key=_preference):
-        emulated = variant.toolchain == "emulated"
-        listed = EMULATED_RECIPES if emulated else CANDIDATE_RECIPES
-        place = (emulated, variant.tier)
-        wanted = variant.recipe.name in listed and taken[place] < MOST_OF_TIER[variant.tier]
+        place = (variant.toolchain == "emulated", variant.tier)
+        wanted = (
+            variant.recipe.name in _listed(variant) and taken[place] < MOST_OF_TIER[variant.tier]
+        )
         if wanted and proven(variant):
             taken[place] += 1
             chosen.append(variant)
@@ -270,6 +357,5 @@ def _proven(variant: Variant, layer: PatchedLayer, spec: AttnSpec) -> bool:
 
 
 def _preference(variant: Variant) -> int:
-    listed = EMULATED_RECIPES if variant.toolchain == "emulated" else CANDIDATE_RECIPES
-    name = variant.recipe.name
+    listed, name = _listed(variant), variant.recipe.name
     return listed.index(name) if name in listed else len(listed)

@@ -1,16 +1,16 @@
 """A layer's samples dealt out to the sections of the schedule; what decides in each.
 
-A section seen once is judged together with its neighbours: nothing is chosen on one sample.
+A section seen once is judged together with its neighbours, and so is a candidate measured in it
+once: nothing is chosen on one sample.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from sagepatch.calibration.choose import FEWEST_SAMPLES
-from sagepatch.calibration.sample import Sample
+from sagepatch.calibration.sample import FEWEST_SAMPLES, Sample
 from sagepatch.calibration.sections import COUNT, bounds, section_of
 from sagepatch.schedule import fraction
 
@@ -19,7 +19,8 @@ from sagepatch.schedule import fraction
 class Cell:
     """One layer in one part of the schedule: `own` samples were taken in it, `judged` ones decide.
 
-    `share` is the part of the schedule's steps that are in it, 0 where none was.
+    `share` is the part of the schedule's steps that are in it, 0 where none was. `more` are the
+    nearest samples beside them that measured a candidate which too few of the judged ones did.
     """
 
     start: float
@@ -27,6 +28,11 @@ class Cell:
     own: tuple[Sample, ...]
     judged: tuple[Sample, ...]
     share: float
+    more: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
+
+    def deciding(self, name: str) -> tuple[Sample, ...]:
+        """The samples that decide on a candidate."""
+        return (*self.judged, *self.more.get(name, ()))
 
 
 def cells(rows: tuple[Sample, ...], by_step: bool = True) -> tuple[Cell, ...]:
@@ -55,8 +61,31 @@ def cells(rows: tuple[Sample, ...], by_step: bool = True) -> tuple[Cell, ...]:
             judged = sum((*before, own, *after), ())
         start = 0.0 if section == seen[0] else bounds(section)[0]
         end = 1.0 if section == seen[-1] else bounds(section)[1]
-        found.append(Cell(start, end, own, (*floating, *judged), shares[section] if own else 0.0))
+        share = shares[section] if own else 0.0
+        judged = (*floating, *judged)
+        near = sorted(seen, key=lambda other: abs(other - section))
+        known = {id(row) for row in judged}
+        beside = [row for other in near for row in held[other] if id(row) not in known]
+        found.append(Cell(start, end, own, judged, share, _more(judged, beside)))
     return tuple(found)
+
+
+def _more(judged: Sequence[Sample], beside: Sequence[Sample]) -> dict[str, tuple[Sample, ...]]:
+    """The first samples of `beside` that measured a candidate which fewer than needed of the judged
+    ones did, by candidate.
+    """
+    found = {}
+    for name in dict.fromkeys(name for row in judged for name in row.errors):
+        lacking = FEWEST_SAMPLES - sum(_measured(row, name) for row in judged)
+        if lacking > 0:
+            rows = [row for row in beside if _measured(row, name)]
+            if rows:
+                found[name] = tuple(rows[:lacking])
+    return found
+
+
+def _measured(row: Sample, name: str) -> bool:
+    return name in row.errors and not row.errors[name].estimated
 
 
 def _shares(rows: Sequence[Sample]) -> list[float]:

@@ -11,21 +11,16 @@ from statistics import median_high
 
 from sagepatch.backends.catalogue import BY_NAME, SDPA
 from sagepatch.calibration.remedies import gained
-from sagepatch.calibration.sample import Sample
+from sagepatch.calibration.sample import FEWEST_SAMPLES, Sample
 from sagepatch.errors import InvalidArgument
 from sagepatch.numerics.recipe import TIERS
 from sagepatch.variant import Variant
 
-FEWEST_SAMPLES = 2
-# A quantised call costs the host some tens of microseconds more than torch's own, and times
-# scatter: a kernel must win by this share of exact attention's time, and by so many a call.
+# Times scatter: a kernel must win by this share of exact attention's time.
 LEAST_GAIN = 0.05
-LEAST_GAIN_US = 20.0
-# Calls that exact attention serves in less than this are left to it: on an idle GPU their times are
-# the host's, which a quantised call takes more of.
-SHORT_US = 75.0
 UNSERVED = "no quantised kernel serves this layer here"
-UNSHARED = "no kernel was measured in every sample"
+SPOILT = "inputs of this layer were not finite"
+UNSHARED = f"no kernel was measured in {FEWEST_SAMPLES} samples"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +28,8 @@ class Summary:
     """One candidate over all samples of a layer, each number at its worst but for `cosine_mean`;
     `us` is the median of what was timed.
 
-    `worst_call`, `worst_head` and `worst_place` say where the cosine was lowest.
+    `worst_call`, `worst_head` and `worst_place` say where the cosine was lowest. `by_host`: `us` is
+    what the host takes, longer than the GPU.
     """
 
     variant: str
@@ -48,6 +44,7 @@ class Summary:
     samples: int
     us: float | None
     worst_place: str = ""
+    by_host: bool = False
 
     @classmethod
     def of(cls, variant: str, samples: Sequence[Sample]) -> Summary:
@@ -68,7 +65,8 @@ class Summary:
             samples[at].call,
             len(rows),
             median_high(times) if times else None,
-            samples[at].place,
+            samples[at].place + (", not measured there" if rows[at].estimated else ""),
+            any(row.us is not None and row.us == row.host_us for row in rows),
         )
 
 
@@ -86,10 +84,10 @@ class Choice:
 def pays(us: float, us_exact: float) -> bool:
     """Whether a kernel is so much faster than exact attention that a plan takes it; monotone.
 
-    >>> pays(80.0, 100.0), pays(81.0, 100.0), pays(960.0, 1000.0), pays(10.0, 74.0)
-    (True, False, False, False)
+    >>> pays(95.0, 100.0), pays(96.0, 100.0)
+    (True, False)
     """
-    return us_exact >= SHORT_US and us <= us_exact - max(LEAST_GAIN * us_exact, LEAST_GAIN_US)
+    return us <= us_exact - LEAST_GAIN * us_exact
 
 
 def exact_time(rows: Sequence[Sample]) -> float | None:
@@ -120,9 +118,14 @@ class Times:
         return median_high(times) if times else None
 
 
-def unseen(samples: int) -> str:
-    """Why a layer with so few samples stays exact."""
-    return f"only {samples} of {FEWEST_SAMPLES} samples seen: stays exact"
+def unseen(samples: int, spoilt: int = 0) -> str:
+    """Why a layer with so few samples stays exact; `spoilt` calls were none, as their exact output
+    was not finite.
+    """
+    if spoilt and not samples:
+        return f"{SPOILT}: stays exact"
+    more = f", {SPOILT} in others" if spoilt else ""
+    return f"only {samples} of {FEWEST_SAMPLES} samples seen{more}: stays exact"
 
 
 def check_bound(name: str, value: object) -> None:
@@ -168,14 +171,16 @@ def choose(
     samples: int,
     threshold: float,
     us_exact: float | None,
+    spoilt: int = 0,
 ) -> Choice:
     """The fastest admissible candidate, exact attention included.
 
     Where times were measured the fastest measured one wins if it `pays`; where none were, the
-    ranking is fast, safe, exact, and within a tier the order of the catalogue.
+    ranking is fast, safe, exact, and within a tier the order of the catalogue. `spoilt` is told of
+    where there are too few samples (`unseen`).
     """
     if samples < FEWEST_SAMPLES:
-        return Choice(SDPA.name, unseen(samples))
+        return Choice(SDPA.name, unseen(samples, spoilt))
     if not summaries:
         return Choice(SDPA.name, UNSERVED)
     refused = {name: refusal(summary, threshold) for name, summary in summaries.items()}
@@ -192,8 +197,8 @@ def choose(
     us, fastest = min(timed, key=lambda pair: pair[0], default=(None, None))
     if us is None or fastest is None or not pays(us, us_exact):
         shown = "none was timed" if fastest is None else f"{fastest.variant} takes {us:.0f} us"
-        short = "too short a call" if us_exact < SHORT_US else "too little is gained"
-        won = "exact is fastest" if us is None or us >= us_exact else short
+        shown += " of the host" if fastest is not None and fastest.by_host else ""
+        won = "exact is fastest" if us is None or us >= us_exact else "too little is gained"
         why = f"{won}: {us_exact:.0f} us, {shown}"
         return Choice(SDPA.name, why, tuple(summary.variant for summary in ranked))
     why = _why_admitted(fastest, refused, f"{us_exact / us:.2f}x exact")

@@ -14,38 +14,65 @@ from sagepatch.variant import Variant
 
 class Costs:
     """Seconds that the parts of a sample took when they were last taken on such a call:
-    "candidate" for one of them, "statistics". Shared by the layers of one calibration.
+    "candidates" by their number, as comparing them costs something once; "statistics"; and the most
+    that "timing" all kernels took, which most samples leave out. Shared by the layers of one
+    calibration.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._last: dict[tuple[str, AttnSpec], float] = {}
+        self._by_number: dict[AttnSpec, dict[int, float]] = {}
 
     @contextmanager
     def counting(self, part: str, spec: AttnSpec, of: Sized | None = None) -> Iterator[None]:
-        """Remember what happens meanwhile as the cost of a part, or of each of the parts that `of`
+        """Remember what happens meanwhile as the cost of a part, or of as many candidates as `of`
         holds in the end. It must end with results that the host has waited for.
         """
         started = self._clock()
         yield
-        if of is None or len(of):
-            took = self._clock() - started
-            self._last[part, spec] = took / (1 if of is None else len(of))
+        took = self._clock() - started
+        if of is not None:
+            if len(of):
+                known = self._by_number.setdefault(spec, {})
+                known.pop(len(of), None)
+                known[len(of)] = took
+            return
+        before = self._last.get((part, spec), 0.0) if part == "timing" else 0.0
+        self._last[part, spec] = max(before, took)
+
+    def _candidates(self, number: int, spec: AttnSpec) -> float:
+        """Seconds of so many candidates: on the line through the last two numbers that were
+        measured, or in proportion to the only one; 0 where none was.
+        """
+        known = list(self._by_number.get(spec, {}).items())[-2:]
+        if not known:
+            return 0.0
+        last, took = known[-1]
+        each = took / last
+        if len(known) == 2:
+            before, earlier = known[0]
+            each = max(0.0, (took - earlier) / (last - before))
+        return max(0.0, took + each * (number - last))
 
     def affordable(self, room: float, most: int, spec: AttnSpec) -> int:
         """How many candidates a sample may measure in `room` seconds beside its statistics, up to
         `most`; one always, and all where nobody knows what one costs.
         """
-        each = self._last.get(("candidate", spec), 0.0)
-        if math.isinf(room) or not each:
+        if math.isinf(room) or spec not in self._by_number:
             return most
         left = room - self._last.get(("statistics", spec), 0.0)
-        return max(1, min(most, math.floor(left / each)))
+        fitting = (n for n in range(most, 1, -1) if self._candidates(n, spec) <= left)
+        return next(fitting, 1)
+
+    def admits_timing(self, room: float, spec: AttnSpec) -> bool:
+        """Whether `room` seconds hold another timing, which is more careful than the first."""
+        return room >= 2 * self._last.get(("timing", spec), 0.0)
 
     def admits_statistics(self, room: float, spec: AttnSpec) -> bool:
         """Whether `room` seconds hold one candidate and the statistics of its inputs."""
-        parts = ("candidate", "statistics")
-        return room >= sum(self._last.get((part, spec), 0.0) for part in parts)
+        known = self._last.get(("statistics", spec), 0.0)
+        return room >= known + self._candidates(1, spec)
 
 
 def by_use(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sagepatch.calibration.sample import Sample
+from sagepatch.calibration.sample import FEWEST_SAMPLES, Sample
 from sagepatch.calibration.sections import section_of
 
 # Of each section of the schedule so many samples, or as many as there are candidates: the worst of
@@ -15,36 +15,44 @@ MOST_UNPLACED = 16
 
 
 def kept(rows: Iterable[Sample]) -> tuple[Sample, ...]:
-    """The samples that decide: in each section the worst one of every candidate, then those with
-    the lowest cosines up to `MOST_OF_SECTION`; in their order.
+    """The samples that decide: in each section the worst one of every candidate, one that refused
+    it before all, then those with the lowest cosines up to `MOST_OF_SECTION`, and a second one of
+    every candidate; in their order.
 
-    So the least cosine of every candidate in every section is that of all samples; means are those
-    of the hardest samples.
+    So the least cosine of every candidate in every section is that of all samples, and what two
+    samples measured stays measured in two; means are those of the hardest samples.
     """
     held: dict[int | None, list[Sample]] = {}
     every = list(rows)
     for row in every:
         held.setdefault(None if row.at is None else section_of(row.at), []).append(row)
     chosen: set[int] = set()
+    names = dict.fromkeys(name for row in every for name in row.errors)
     for section, members in held.items():
         most = MOST_UNPLACED if section is None else MOST_OF_SECTION
         if len(members) <= most:
             chosen |= {id(row) for row in members}
             continue
-        names = dict.fromkeys(name for row in members for name in row.errors)
-        deciding = [min(members, key=lambda row: _hardness(row, name)) for name in names]
-        hardest = sorted(members, key=_worst)
-        few = {id(row): row for row in deciding}
-        for row in hardest:
+        ranked = {}
+        for name in names:
+            known = [row for row in members if name in row.errors or name in row.refused]
+            ranked[name] = sorted(known, key=lambda row: _hardness(row, name))
+        few = {id(known[0]): known[0] for known in ranked.values() if known}
+        for row in sorted(members, key=_worst):
             if len(few) >= most:
                 break
             few.setdefault(id(row), row)
+        # Nothing is chosen on fewer: a candidate that was measured seldom keeps its second, too.
+        for known in ranked.values():
+            lacking = FEWEST_SAMPLES - sum(id(row) in few for row in known)
+            rest = [row for row in known if id(row) not in few]
+            few |= {id(row): row for row in rest[: max(0, lacking)]}
         chosen |= few.keys()
     return tuple(row for row in every if id(row) in chosen)
 
 
 def _hardness(row: Sample, name: str) -> tuple[bool, float, str, int]:
-    """Rank of a sample by one candidate: lowest first; one that it could not serve is the worst."""
+    """Rank of a sample by one candidate: lowest first; one that refused it is the worst."""
     errors = row.errors.get(name)
     if errors is None:
         return False, -2.0, row.run, row.call

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-import statistics
+import threading
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sagepatch.backends import load
+from sagepatch.backends import load, unusable
+from sagepatch.backends.catalogue import SDPA
+from sagepatch.backends.guard import Verdict
 from sagepatch.calibration.pieces import rows_of, spans, taken
 from sagepatch.calibration.sample import HeadErrors
+from sagepatch.calibration.timing import CallTime, call_time
+from sagepatch.dispatch import Request
+from sagepatch.layer import PatchedLayer, Policy
 from sagepatch.numerics.metrics import Metrics, compare
+from sagepatch.ops import run_layer, run_variant
 from sagepatch.spec import AttnSpec, Call
 from sagepatch.variant import Variant
 
@@ -23,16 +31,13 @@ COMPARED_NUMBERS = 1 << 22
 # Emulations are measured on so many runs of so many query rows.
 EMULATED_RUNS = 3
 EMULATED_ROWS = 128
-# One time is the median of up to so many runs; a long kernel is run fewer times.
-TIMED_RUNS = 3
-FEWEST_RUNS = 2
-BUDGET_US = 50_000.0
 # Each kernel is timed so often for one kind of call, the lower time counts; again only where it is
 # within this factor of the fastest.
 ROUNDS = 2
 CLOSE = 1.25
 
-Timer = Callable[[Callable[[], object], torch.device], float]
+# A call, the device that it runs on, and whether to time it thoroughly.
+Timer = Callable[[Callable[[], object], torch.device, bool], CallTime]
 
 
 class Rows(NamedTuple):
@@ -87,6 +92,13 @@ def head_errors(out: Tensor, exact: Tensor) -> HeadErrors:
     return errors_of({"": Rows(out, exact)})[""]
 
 
+def all_finite(out: Tensor) -> Tensor:
+    """Whether every number of an output is finite, as a 0-dim flag on its device: on a GPU that is
+    queued, and only reading the flag waits for it. Of no empty output.
+    """
+    return torch.isfinite(torch.stack(torch.aminmax(out.detach()))).all()
+
+
 def _errors(heads: tuple[Metrics, ...]) -> HeadErrors:
     return HeadErrors(
         all(head.finite for head in heads),
@@ -116,51 +128,80 @@ def _by_heads(outs: Tensor, exacts: list[Tensor]) -> tuple[Metrics, ...]:
     return found
 
 
-def cuda_time_us(run: Callable[[], object], device: torch.device) -> float:
-    """Median time of `run` on the current stream of a CUDA device in microseconds, by events,
-    warmed up.
-    """
-    with torch.cuda.device(device):
-        run()
-        times: list[float] = []
-        while len(times) < FEWEST_RUNS or (len(times) < TIMED_RUNS and sum(times) < BUDGET_US):
-            start = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            times.append(float(start.elapsed_time(end)) * 1e3)
-    return statistics.median(times)
-
-
 # Where times mean anything. An emulation's time says nothing about a kernel's.
-TIMERS: dict[str, Timer] = {"cuda": cuda_time_us}
+TIMERS: dict[str, Timer] = {"cuda": call_time}
+
+
+class _Timed(PatchedLayer):
+    """A layer that runs a kernel to be timed: what its guard finds is not its matter."""
+
+    spoiled = False
+
+    def heed(self, verdict: Verdict | None, runs: str) -> None:
+        """Remember that outputs were not finite, so that they were computed twice."""
+        self.spoiled = self.spoiled or verdict is not None
 
 
 class Stopwatch:
-    """Times of kernels by kind of call, shared by the layers of one patch.
+    """Times of kernels by kind of call, shared by the layers of one patch. Thread-safe.
 
     A kernel takes as long whatever the numbers in its tensors, so a time taken at one layer holds
-    for all layers with such calls: timing costs a few calls a kernel, not a few a layer.
+    for all layers with such calls: timing costs a few calls a kernel, not a few a layer. A kernel
+    is timed as a patched layer with this policy runs it, guard and all; exact attention, which such
+    layers leave to torch, without one.
     """
 
-    def __init__(self) -> None:
-        self._times: dict[AttnSpec, dict[str, list[float]]] = {}
+    def __init__(self, policy: Policy | None = None) -> None:
+        self._times: dict[AttnSpec, dict[str, list[CallTime]]] = {}
+        self._policy = policy or Policy()
+        self._layer: _Timed | None = None
+        self._lock = threading.Lock()
 
-    def us(self, variant: Variant, call: Call, spec: AttnSpec) -> float | None:
-        """Microseconds of `variant` on calls like `call`; None where nothing can be timed."""
+    def us(self, variant: Variant, call: Call, spec: AttnSpec, again: bool = True) -> float | None:
+        """Microseconds of `variant` on calls like `call`, of the GPU or of the host, whichever
+        takes longer; None where nothing can be timed. A second time, and more carefully, where it
+        may be the fastest, unless `again` is false; exact attention, which all are compared with,
+        always with care.
+        """
         timer = TIMERS.get(spec.device)
         if timer is None:
             return None
-        times = self._times.setdefault(spec, {})
-        taken = times.setdefault(variant.name, [])
-        if not taken or (len(taken) < ROUNDS and self._close(times, variant.name)):
-            kernel = load(variant.entry)
-            taken.append(timer(lambda: kernel(call, variant.recipe), call.q.device))
-        return min(taken)
+        with self._lock:
+            times = self._times.setdefault(spec, {})
+            taken = times.setdefault(variant.name, [])
+            if not taken or (again and len(taken) < ROUNDS and self._close(times, variant.name)):
+                layer = self._serving(variant, call)
+                run = partial(run_variant, SDPA, call)
+                if layer is not None:
+                    run = partial(run_layer, layer, call)
+                found = timer(run, call.q.device, layer is None or bool(taken))
+                if layer is not None:
+                    layer.ask_guards()
+                    if layer.spoiled:
+                        return found.us
+                taken.append(found)
+            return min(one.us for one in taken)
+
+    def host_us(self, variant: Variant, spec: AttnSpec) -> float | None:
+        """Microseconds of the host alone for such a call, None where it was not timed."""
+        taken = self._times.get(spec, {}).get(variant.name, [])
+        return min((one.host_us for one in taken), default=None)
+
+    def _serving(self, variant: Variant, call: Call) -> _Timed | None:
+        """A layer that is settled on a kernel, None for exact attention."""
+        if variant is SDPA:
+            return None
+        # Here it raises where it cannot serve; a layer would run exact attention instead.
+        run_variant(variant, call)
+        if self._layer is None:
+            policy = replace(self._policy, strict=True)
+            self._layer = _Timed("", "self", policy, Request("exact"), unusable)
+        self._layer.spoiled = False
+        self._layer.run_with(Request(variant.name), "timed")
+        return self._layer
 
     @staticmethod
-    def _close(times: dict[str, list[float]], name: str) -> bool:
-        """Whether another round may change which kernel is the fastest."""
-        return min(times[name]) <= CLOSE * min(min(found) for found in times.values() if found)
+    def _close(times: dict[str, list[CallTime]], name: str) -> bool:
+        """Whether another round may change which kernel is chosen."""
+        best = {other: min(one.us for one in taken) for other, taken in times.items() if taken}
+        return name == SDPA.name or best[name] <= CLOSE * min(best.values())

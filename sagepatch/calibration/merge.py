@@ -30,7 +30,9 @@ _SHARED = {
 def merged(calibrations: Sequence[Calibration]) -> Calibration:
     """One table of several processes' measurements, as if one process had seen all samples.
 
-    A candidate that could not serve every sample everywhere is left out of plans.
+    They may have measured different candidates: each is judged on all samples, by estimate where
+    it was not measured (`calibration.estimate`). One that a sample refused for cause in any table
+    stays refused.
 
     Raises `InvalidArgument` where the models, GPUs, versions or `emulate` differ: accuracies could
     be merged, times could not.
@@ -85,23 +87,26 @@ def _layer(tables: Sequence[LayerTable]) -> LayerTable:
     # What was tried at the worst sample of all.
     tried = [table.remedies for table in tables if table.remedies]
     worst = min(tried, key=lambda one: one[0].cosine, default=())
-    return replace(tables[0], rows=kept(rows.values()), remedies=worst)
+    runs: dict[str, list[str]] = {}
+    for table in tables:
+        for name, those in table.runs.items():
+            known = runs.setdefault(name, [])
+            known += [run for run in those if not run or run not in known]
+    found = {name: tuple(those) for name, those in runs.items()}
+    spoilt = sum(table.spoilt for table in tables)
+    return replace(tables[0], rows=kept(rows.values()), remedies=worst, runs=found, spoilt=spoilt)
 
 
 def _both(one: Sample, other: Sample) -> Sample:
-    """Two measurements of one call as one: each candidate at its worse, if both have it or one had
-    no time for it.
-    """
-    errors: dict[str, HeadErrors] = {}
-    for name in dict.fromkeys((*one.errors, *other.errors)):
-        mine, theirs = one.errors.get(name), other.errors.get(name)
-        if mine is not None and theirs is not None:
-            errors[name] = min(mine, theirs, key=lambda found: (found.finite, found.worst.cosine))
-        elif mine is not None and name in other.skipped:
-            errors[name] = mine
-        elif theirs is not None and name in one.skipped:
-            errors[name] = theirs
+    """Two measurements of one call as one: each candidate at its worse."""
+    errors: dict[str, HeadErrors] = dict(one.errors)
+    for name, theirs in other.errors.items():
+        both = (errors.get(name, theirs), theirs)
+        errors[name] = min(both, key=lambda found: (found.finite, found.worst.cosine))
     skipped = dict.fromkeys((*one.skipped, *other.skipped))
     return replace(
-        other, errors=errors, skipped=tuple(name for name in skipped if name not in errors)
+        other,
+        errors=errors,
+        skipped=tuple(name for name in skipped if name not in errors),
+        refused=tuple(dict.fromkeys((*one.refused, *other.refused))),
     )

@@ -16,8 +16,12 @@ from sagepatch.calibration.sections import sampled_steps, section_of
 from sagepatch.schedule import Place, fraction
 
 CPU = torch.device("cpu")
-# Spent on remedies before it is known how long the run takes.
+# The part of a run's own time that is planned to be spent: what a sample will take is an estimate.
+SHARE = 0.85
+# Spent on remedies where nobody knows how long the run takes.
 FIRST_REMEDIES_SECONDS = 0.5
+# A search for them is taken to last so long until one has.
+SEARCH_SECONDS = 0.05
 
 
 def _section(step: int, steps: int) -> int:
@@ -37,7 +41,7 @@ class _Generation:
     `costs` is what measuring each step took without timing kernels, `decided` whether it is
     measured, `taken` how many samples it gave; `spent` all that measuring took, `diagnosing` the
     search for remedies. `own_seconds` is what the whole walk will take without measuring, 0 if
-    unknown; `anchor` the own clock at the first sample.
+    unknown; `anchor` and `latest` the own clock at the first sample and at the last one.
     """
 
     first: int
@@ -51,6 +55,7 @@ class _Generation:
     diagnosing: float = 0.0
     own_seconds: float = 0.0
     anchor: float = 0.0
+    latest: float = 0.0
 
     def over(self, step: int) -> bool:
         """Whether a call in this step begins another walk."""
@@ -149,9 +154,9 @@ class Pace:
         walk = self._walk(place)
         timing, before = Timing(self._clock), walk.diagnosing
         with self._lock:
-            timing.own_clock = timing.started - self._spent
+            walk.latest = timing.started - self._spent
             if not walk.taken:
-                walk.anchor = timing.own_clock
+                walk.anchor = walk.latest
         try:
             yield timing
         finally:
@@ -177,18 +182,13 @@ class Pace:
             if place is None or not self.layers or not self._runs:
                 return math.inf
             walk = self._walk(place)
-            taken = walk.taken[place.step]
-            own = walk.own_seconds
+            own = self._own(walk, place)
             if not own:
-                if not taken:
-                    return math.inf
-                # In the first step: as long as from layer to layer until now.
-                each = (timing.own_clock - walk.anchor) / taken
-                own = each * self.layers * place.steps
-            ahead = max(1, self.layers - taken)
+                return math.inf
+            ahead = max(1, self.layers - walk.taken[place.step])
             if place.step < place.steps - 1:
                 ahead += self.layers
-            return (own - walk.spent - timing.elapsed) / ahead
+            return (SHARE * own - walk.spent - timing.elapsed) / ahead
 
     def spares(self, place: Place | None) -> bool:
         """Whether there is time to look for remedies too: what the walk's own time leaves beside
@@ -196,13 +196,18 @@ class Pace:
         """
         with self._lock:
             walk = self._walk(place)
+            # Samples share what the run's own time pays for: nothing is spent before it is known.
+            shared = self._runs and self.layers > 0
+            search = self._search or (SEARCH_SECONDS if shared else 0.0)
             left = FIRST_REMEDIES_SECONDS + self._search
-            if place is not None and walk.own_seconds:
+            own = self._own(walk, place) if place is not None and self._runs else 0.0
+            if place is not None and (own or shared):
                 # Steps still to be measured come first.
                 ahead = sum(step >= place.step for step in sampled_steps(place.steps))
                 costs = ahead * max(walk.costs.values(), default=0.0)
-                left = max(left, walk.own_seconds - (walk.spent - walk.diagnosing) - costs)
-            return walk.diagnosing + self._search <= left
+                spare = SHARE * own - (walk.spent - walk.diagnosing) - costs
+                left = spare if shared else max(left, spare)
+            return walk.diagnosing + search <= left
 
     @contextmanager
     def diagnosing(self, place: Place | None) -> Iterator[None]:
@@ -215,6 +220,14 @@ class Pace:
                 took = self._clock() - started
                 self._walk(place).diagnosing += took
                 self._search = max(self._search, took)
+
+    def _own(self, walk: _Generation, place: Place) -> float:
+        """What a whole walk will take without measuring, 0 where nobody knows."""
+        taken = walk.taken[place.step]
+        if walk.own_seconds or not taken:
+            return walk.own_seconds
+        # In the first step: as long as from layer to layer until now.
+        return (walk.latest - walk.anchor) / taken * self.layers * place.steps
 
     def _own_clock(self) -> float:
         """Seconds of the run without its measuring."""
@@ -282,8 +295,6 @@ class Timing:
         self.seconds = 0.0
         self.prepared = 0.0
         self.started = clock()
-        # That of the run, without any measuring.
-        self.own_clock = 0.0
         self._clock = clock
 
     @property

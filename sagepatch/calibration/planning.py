@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,6 @@ from sagepatch.backends.catalogue import BY_NAME, SDPA
 from sagepatch.calibration import solve as solver
 from sagepatch.calibration.cells import Cell, cells
 from sagepatch.calibration.choose import (
-    FEWEST_SAMPLES,
     UNSERVED,
     UNSHARED,
     Choice,
@@ -24,7 +23,7 @@ from sagepatch.calibration.choose import (
 )
 from sagepatch.calibration.diagnose import explained
 from sagepatch.calibration.entries import entry_of, ranged, safest
-from sagepatch.calibration.sample import Sample
+from sagepatch.calibration.sample import FEWEST_SAMPLES, Sample
 from sagepatch.errors import InvalidArgument
 from sagepatch.numerics.recipe import TIERS
 from sagepatch.plan import DEFAULT_THRESHOLD, Plan, PlanEntry
@@ -61,7 +60,7 @@ def solved(
                     f"time_us needs measured times, and layers such as {layer.site} have none: "
                     "calibrate on a GPU, or pass budget or threshold"
                 )
-    found = [cells(layer.rows, by_step) for layer in table.layers]
+    found = [cells(layer.filled, by_step) for layer in table.layers]
     # Parts without own samples cost nothing and are filled in from their neighbours.
     groups = []
     summaries = [layer.candidates for layer in table.layers]
@@ -96,7 +95,7 @@ def options(layer: LayerTable, cell: Cell, cost: Mapping[str, float]) -> list[so
     if layer.samples < FEWEST_SAMPLES:
         return found
     for name in cost:
-        if name != SDPA.name and all(row.errors[name].finite for row in cell.judged):
+        if name != SDPA.name and all(row.errors[name].finite for row in cell.deciding(name)):
             cosines = [row.errors[name].cosine_mean for row in cell.own]
             mean = math.fsum(cosines) / len(cosines)
             error = solver.relative_error(mean) * math.sqrt(cell.share)
@@ -108,22 +107,28 @@ def entry_at(layer: LayerTable, threshold: float, *, by_step: bool = True) -> Pl
     """This layer's entry at `threshold`: in each part of the schedule the fastest kernel that is
     accurate enough there.
     """
-    parts = cells(layer.rows, by_step and layer.samples >= FEWEST_SAMPLES)
-    found, times = layer.candidates, Times(layer.rows)
+    rows = layer.filled
+    parts = cells(rows, by_step and layer.samples >= FEWEST_SAMPLES)
+    found, times = layer.candidates, Times(rows)
 
     def choice(summaries: Mapping[str, Summary], rows: Sequence[Sample]) -> Choice:
         # Times of the calls that are judged: calls of several lengths may be in a table.
         us_exact = times.us(rows, SDPA.name)
         summaries = {name: replace(one, us=times.us(rows, name)) for name, one in summaries.items()}
-        made = choose(summaries, samples=len(rows), threshold=threshold, us_exact=us_exact)
+        made = choose(
+            summaries,
+            samples=len(rows),
+            threshold=threshold,
+            us_exact=us_exact,
+            spoilt=layer.spoilt,
+        )
         if not summaries and layer.unmeasured and made.reason == UNSERVED:
             return replace(made, reason=UNSHARED)
         return made
 
-    whole = choice(found, layer.rows)
+    whole = choice(found, rows)
     choices = [
-        whole if len(parts) == 1 else choice(layer.over(cell.judged, found), cell.judged)
-        for cell in parts
+        whole if len(parts) == 1 else choice(layer.over(cell, found), cell.judged) for cell in parts
     ]
     if {one.variant for one in choices} == {whole.variant}:
         entry = entry_of(layer, whole, found)
@@ -136,12 +141,16 @@ def entry_at(layer: LayerTable, threshold: float, *, by_step: bool = True) -> Pl
 
 
 def _whole(layer: LayerTable, entry: PlanEntry) -> PlanEntry:
-    """An entry whose reason also names what its layer had no time for."""
-    if not layer.unmeasured:
-        return entry
-    names = ", ".join(layer.unmeasured)
-    told = f"{entry.reason}; not measured, as a generation's time was spent: {names}"
-    return replace(entry, reason=told)
+    """An entry whose reason also names what its layer had less time for, or none."""
+    told = entry.reason
+    if layer.unmeasured:
+        names = ", ".join(layer.unmeasured)
+        told += f"; not measured, as a generation's time was spent: {names}"
+    prompts = layer.prompts()
+    fewer = [f"{n} on {layer.prompts(n)}" for n in layer.names if layer.prompts(n) < prompts]
+    if fewer:
+        told += f"; measured on fewer than all {prompts} prompts: {', '.join(fewer)}"
+    return entry if told == entry.reason else replace(entry, reason=told)
 
 
 def _bounded(
@@ -155,7 +164,7 @@ def _bounded(
     error = solver.combined([option.error for option in picked if option is not None])
     reason = f"{why}, of which this layer {error:.4f}"
     if layer.samples < FEWEST_SAMPLES:
-        reason = unseen(layer.samples)
+        reason = unseen(layer.samples, layer.spoilt)
     elif not found:
         reason = UNSHARED if layer.unmeasured else UNSERVED
     choices = []
@@ -168,11 +177,11 @@ def _bounded(
             after = next(one for one in picked[place:] if one is not None)
             cost = costs(layer, found)
             name = max((before.variant, after.variant), key=cost.__getitem__)
-        choices.append(Choice(name, reason, _no_less(cell.judged, found, name)))
+        choices.append(Choice(name, reason, _no_less(layer.over(cell, found), name)))
     if len(parts) == 1:
         return _whole(layer, entry_of(layer, choices[0], found))
     kept = safest(found, [choice.variant for choice in choices])
-    return _whole(layer, ranged(layer, parts, choices, _no_less(layer.rows, found, kept), found))
+    return _whole(layer, ranged(layer, parts, choices, _no_less(found, kept), found))
 
 
 def costs(layer: LayerTable, found: Mapping[str, Summary]) -> dict[str, float]:
@@ -192,12 +201,12 @@ def worthwhile(us: Mapping[str, float]) -> dict[str, float]:
     return {name: one for name, one in us.items() if name == SDPA.name or pays(one, exact)}
 
 
-def _no_less(rows: Sequence[Sample], names: Iterable[str], variant: str) -> tuple[str, ...]:
-    """The candidates that are no less accurate over some samples than one of them."""
+def _no_less(found: Mapping[str, Summary], variant: str) -> tuple[str, ...]:
+    """The candidates that are no less accurate than one of them."""
     if variant == SDPA.name:
         return ()
-    worst = {name: min(row.errors[name].worst.cosine for row in rows) for name in names}
-    return tuple(n for n, cosine in worst.items() if n != variant and cosine >= worst[variant])
+    least = found[variant].cosine
+    return tuple(n for n, one in found.items() if n != variant and one.cosine >= least)
 
 
 def _plan(table: Calibration, threshold: float, entries: tuple[PlanEntry, ...]) -> Plan:

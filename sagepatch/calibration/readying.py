@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from sagepatch.backends import load
+from sagepatch.backends.guard import DeviceGuard, available
 from sagepatch.backends.selfcheck import failure
 from sagepatch.errors import KernelUnavailable
 from sagepatch.spec import Call
@@ -20,10 +21,12 @@ from sagepatch.variant import Variant
 CALL_SHARE = 2
 
 
-def make_ready(variants: Sequence[Variant], call: Call, workers: int | None = None) -> None:
-    """Run the known-answer check of each kernel and then the kernel once on `call`, so that what is
-    compiled on the way is there. As many at once as cores and the memory left allow, or `workers`;
-    off a GPU nothing is compiled, and nothing is done.
+def make_ready(
+    variants: Sequence[Variant], call: Call, workers: int | None = None, guarded: bool = True
+) -> None:
+    """Run the known-answer check of each kernel and then the kernel once on `call`, and once as it
+    is guarded on the device, so that what is compiled on the way is there. As many at once as cores
+    and the memory left allow, or `workers`; off a GPU nothing is compiled, and nothing is done.
 
     A kernel that cannot serve stays one: whoever uses it next is told. Other exceptions propagate.
     """
@@ -33,7 +36,7 @@ def make_ready(variants: Sequence[Variant], call: Call, workers: int | None = No
     device = call.q.device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     with ThreadPoolExecutor(min(many, len(variants))) as pool:
-        jobs = [pool.submit(_ready, variant, call, stream) for variant in variants]
+        jobs = [pool.submit(_ready, variant, call, stream, guarded) for variant in variants]
     for variant, job in zip(variants, jobs, strict=True):
         error = job.exception()
         if error is not None:
@@ -41,7 +44,7 @@ def make_ready(variants: Sequence[Variant], call: Call, workers: int | None = No
             raise error
 
 
-def _ready(variant: Variant, call: Call, stream: torch.cuda.Stream | None) -> None:
+def _ready(variant: Variant, call: Call, stream: torch.cuda.Stream | None, guarded: bool) -> None:
     # Threads start with torch's defaults: another device and stream, gradients on.
     with torch.inference_mode(), torch.cuda.stream(stream):
         if stream is not None:
@@ -51,6 +54,9 @@ def _ready(variant: Variant, call: Call, stream: torch.cuda.Stream | None) -> No
             return
         try:
             load(variant.entry)(call, variant.recipe)
+            if guarded and stream is not None and available():
+                # Other machine code than without a guard, and the exact kernel behind it.
+                DeviceGuard(call.q.device).run(variant, call)
         except (KernelUnavailable, torch.OutOfMemoryError):
             return
 

@@ -11,7 +11,12 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from sagepatch.backends.catalogue import BY_NAME, CATALOGUE, SDPA
-from sagepatch.calibration.capture import candidate_variants, only_this_one, refuse_capture
+from sagepatch.calibration.capture import (
+    candidate_variants,
+    only_this_one,
+    refuse_capture,
+    shows_errors,
+)
 from sagepatch.calibration.choose import pays
 from sagepatch.calibration.measure import Stopwatch
 from sagepatch.layer import PatchedLayer
@@ -41,9 +46,9 @@ class FirstLook:
 
     def observe(self, layer: PatchedLayer, call: Call) -> tuple[Tensor, Tensor | None] | None:
         """Settle the layer, or start to measure it, on its first call of several queries."""
-        spec = call.spec()
-        if spec.q_len <= 1:
+        if not shows_errors(call):
             return run_exact(call)
+        spec = call.spec()
         if self.entry.measured_like(spec, KEPT_FACTOR):
             self.settle(layer, self.entry, self.reason)
             return None
@@ -65,11 +70,12 @@ class TimeAgain:
     def observe(self, layer: PatchedLayer, call: Call) -> tuple[Tensor, Tensor | None] | None:
         """Settle the layer on its first call of several queries where times can be taken."""
         refuse_capture(layer, call, "is still to be timed on this GPU")
+        if not shows_errors(call):
+            return run_exact(call)
         spec = call.spec()
         us_exact = None
-        if spec.q_len > 1:
-            with only_this_one(layer, SDPA, spec):
-                us_exact = self.stopwatch.us(SDPA, call, spec)
+        with only_this_one(layer, SDPA, spec):
+            us_exact = self.stopwatch.us(SDPA, call, spec)
         if us_exact is None:
             return run_exact(call)
         self.settle(layer, self._timed(layer, call, spec, us_exact))
@@ -79,7 +85,9 @@ class TimeAgain:
         entry = self.entry
         recipes = _recipes(entry).union(*map(_recipes, entry.ranges))
         times = {SDPA.name: us_exact}
-        for variant in candidate_variants(spec, layer, recipes, call):
+        tried = candidate_variants(spec, layer, recipes, call)
+        # A first look at all, then with care at those that may be the fastest.
+        for variant in (*tried, SDPA, *tried):
             us = None
             with only_this_one(layer, variant, spec):
                 us = self.stopwatch.us(variant, call, spec)

@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from sagepatch.schedule import fraction
 
+# Nothing is chosen on fewer samples than these, of a layer and of a kernel.
+FEWEST_SAMPLES = 2
+
 
 class Worst(NamedTuple):
     """Each error of one call at its worst head."""
@@ -23,8 +26,10 @@ class HeadErrors:
     """One candidate kernel on one sampled call against the exact output, one number a query head
     (`numerics.metrics.Metrics` says what each means).
 
-    `us` is the kernel's time on such calls in microseconds, None where nothing was timed. `worst`
-    and `cosine_mean`, over heads, follow from the rest.
+    `us` is the kernel's time on such calls in microseconds, of the GPU or the host, whichever takes
+    longer, `host_us` the host's alone; None where nothing was timed.
+    `estimated`: nobody measured it on this call (`calibration.estimate`). `worst` and
+    `cosine_mean`, over heads, follow from the rest.
     """
 
     finite: bool
@@ -33,6 +38,8 @@ class HeadErrors:
     rmse: tuple[float, ...]
     norm_ratio: tuple[float, ...]
     us: float | None = None
+    estimated: bool = False
+    host_us: float | None = None
     worst: Worst = field(init=False, repr=False, compare=False)
     cosine_mean: float = field(init=False, repr=False, compare=False)
 
@@ -68,11 +75,13 @@ class Statistics:
 class Sample:
     """One sampled call of a layer.
 
-    `call` counts the layer's calls from 1, anew in each run that has a name. `step` (from 0) of
-    `steps` is the denoising step that made the call, None where there is no schedule. `shape` is
-    `str(AttnSpec)`. `errors` maps a candidate's name to its errors. `run` tells generations apart
-    (a short hash of prompt and seed, "" for a run that has no name). `skipped` are the candidates
-    that nobody measured, as the time of a generation was spent.
+    `call` counts the layer's calls that can be samples from 1, anew in each run that has a name.
+    `step` (from 0) of `steps` is the denoising step that made the call, None where there is no
+    schedule. `shape` is `str(AttnSpec)`. `errors` maps a candidate's name to its errors. `run`
+    tells generations apart (a short hash of prompt and seed, "" for a run that has no name).
+    `skipped` are the candidates that nobody measured, as the time of a generation was spent;
+    `refused` those of the kernels that calibration tries which cannot serve this call, or failed on
+    it. `us_exact` and `host_us_exact` are exact attention's times, as in `HeadErrors`.
     """
 
     call: int
@@ -85,6 +94,8 @@ class Sample:
     us_exact: float | None = None
     run: str = ""
     skipped: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    host_us_exact: float | None = None
 
     @property
     def at(self) -> float | None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
+from sagepatch.backends.catalogue import SDPA
+from sagepatch.calibration.cells import Cell
 from sagepatch.calibration.choose import Summary, exact_time
+from sagepatch.calibration.estimate import eligible, filled
 from sagepatch.calibration.merge import gathered, merged
 from sagepatch.calibration.planning import solved
 from sagepatch.calibration.sample import Remedy, Sample
@@ -18,12 +21,30 @@ from sagepatch.plan import Plan, read_text, write_text
 class LayerTable:
     """What was measured at one layer: a row a sampled call, and what was tried where fast recipes
     failed (in the order of cost).
+
+    `runs` are the runs that measured each candidate, and exact attention, by name ("" for each that
+    has none): of many runs not all rows are kept. By default those of the rows. `spoilt` counts the
+    calls that were measured but are no samples, as their exact output was not finite.
+
+    `names` are the candidates that may be chosen: those that no sample refused for cause and that
+    two samples measured. `filled` are the rows with errors of all of them, estimated where there
+    was no time to measure them (`calibration.estimate`).
     """
 
     site: str
     kind: str
     rows: tuple[Sample, ...] = ()
     remedies: tuple[Remedy, ...] = ()
+    runs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    spoilt: int = 0
+    names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    filled: tuple[Sample, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.rows and not self.runs:
+            object.__setattr__(self, "runs", runs_of(self.rows))
+        object.__setattr__(self, "names", eligible(self.rows))
+        object.__setattr__(self, "filled", filled(self.rows, self.names))
 
     @property
     def samples(self) -> int:
@@ -52,35 +73,46 @@ class LayerTable:
         return max(seen, default=None)
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The candidates that served every sample; one that could not is left out."""
-        if not self.rows:
-            return ()
-        return tuple(n for n in self.rows[0].errors if all(n in row.errors for row in self.rows))
-
-    @property
     def unmeasured(self) -> tuple[str, ...]:
-        """The candidates that plans pass over as some sample had no time for them."""
-        return tuple(dict.fromkeys(name for row in self.rows for name in row.skipped))
+        """The candidates that plans pass over as too few samples had time for them."""
+        skipped = dict.fromkeys(name for row in self.rows for name in row.skipped)
+        refused = {name for row in self.rows for name in row.refused}
+        return tuple(n for n in skipped if n not in self.names and n not in refused)
+
+    def prompts(self, name: str = SDPA.name) -> int:
+        """How many runs, usually prompts, measured a candidate; all that there were without one."""
+        return len(self.runs.get(name, ()))
 
     @property
     def candidates(self) -> dict[str, Summary]:
         """Each candidate over all samples."""
-        return self.over(self.rows)
+        rows = self.filled
+        return {name: Summary.of(name, rows) for name in self.names} if rows else {}
 
-    def over(
-        self, rows: tuple[Sample, ...], names: Iterable[str] | None = None
-    ) -> dict[str, Summary]:
-        """Each candidate, or those of these names, over some of the samples."""
-        chosen = self.names if names is None else names
-        return {name: Summary.of(name, rows) for name in chosen} if rows else {}
+    @staticmethod
+    def over(cell: Cell, names: Iterable[str]) -> dict[str, Summary]:
+        """Candidates over the samples that decide on them in a part of the schedule."""
+        return {name: Summary.of(name, cell.deciding(name)) for name in names}
 
     @property
     def timed(self) -> bool:
         """Whether exact attention and every candidate were timed."""
+        names = set(self.names)
         return self.us_exact is not None and all(
-            row.errors[name].us is not None for row in self.rows for name in self.names
+            errors.us is not None
+            for row in self.rows
+            for name, errors in row.errors.items()
+            if name in names
         )
+
+
+def runs_of(rows: Iterable[Sample]) -> dict[str, tuple[str, ...]]:
+    """The runs that measured each candidate, and exact attention, in samples of one process."""
+    found: dict[str, dict[str, None]] = {}
+    for row in rows:
+        for name in (SDPA.name, *row.errors):
+            found.setdefault(name, {})[row.run] = None
+    return {name: tuple(runs) for name, runs in found.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from sagepatch.calibration.sample import HeadErrors, Remedy, Sample, Statistics
@@ -13,27 +13,30 @@ from sagepatch.errors import PlanError
 if TYPE_CHECKING:
     from sagepatch.calibration.table import Calibration
 
-SCHEMA = 1
+SCHEMA = 2
+# Files of this one did not tell a candidate that a sample refused from one that it did not try.
+WITHOUT_REFUSALS = 1
 
 
 def rendered(calibration: Calibration) -> str:
     """JSON text. Infinite errors are null; what follows from other fields is left out."""
-    follow = ("worst", "cosine_mean")
+    follow = ("worst", "cosine_mean", "estimated", "names", "filled")
     data = asdict(calibration, dict_factory=lambda of: {n: v for n, v in of if n not in follow})
     return json.dumps({"schema": SCHEMA, **_finite(data)}, allow_nan=False) + "\n"
 
 
 def parsed(text: str, origin: str) -> dict[str, Any]:
-    """The fields of a calibration, its layers as (site, kind, rows, remedies); `origin` names the
-    text in errors.
+    """The fields of a calibration, its layers as (site, kind, rows, remedies, runs, spoilt);
+    `origin` names the text in errors. In files of schema 1 a candidate that a sample lacks, though
+    others of its layer have it and there was time, counts as refused.
 
-    Raises `PlanError` for anything but a table that this version wrote.
+    Raises `PlanError` for anything but a table that this version or an earlier one wrote.
     """
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise PlanError(f"{origin} is not JSON ({error}): calibrate anew") from error
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+    if not isinstance(data, dict) or data.get("schema") not in (WITHOUT_REFUSALS, SCHEMA):
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
         raise PlanError(
             f"{origin} is no table of measurements that this version reads "
@@ -58,13 +61,22 @@ def parsed(text: str, origin: str) -> dict[str, Any]:
         raise PlanError(f"{origin} is no whole table of measurements ({error!r})") from error
 
 
-def _layer(data: Any) -> tuple[str, str, tuple[Sample, ...], tuple[Remedy, ...]]:
+def _layer(
+    data: Any,
+) -> tuple[str, str, tuple[Sample, ...], tuple[Remedy, ...], dict[str, tuple[str, ...]], int]:
     rows = tuple(map(_sample, data["rows"]))
+    if any("refused" not in row for row in data["rows"]):
+        names = dict.fromkeys(name for row in rows for name in row.errors)
+        rows = tuple(
+            replace(row, refused=tuple(n for n in names if n not in {*row.errors, *row.skipped}))
+            for row in rows
+        )
+    runs = {str(name): tuple(map(str, those)) for name, those in data.get("runs", {}).items()}
     remedies = tuple(
         Remedy(**{field.name: one[field.name] for field in fields(Remedy)})
         for one in data["remedies"]
     )
-    return str(data["site"]), str(data["kind"]), rows, remedies
+    return str(data["site"]), str(data["kind"]), rows, remedies, runs, int(data.get("spoilt", 0))
 
 
 def _sample(data: Any) -> Sample:
@@ -82,6 +94,8 @@ def _sample(data: Any) -> Sample:
         us_exact=_number(data["us_exact"]),
         run=str(data["run"]),
         skipped=tuple(map(str, data.get("skipped", ()))),
+        refused=tuple(map(str, data.get("refused", ()))),
+        host_us_exact=_number(data.get("host_us_exact")),
     )
 
 
@@ -96,6 +110,7 @@ def _errors(data: Any) -> HeadErrors:
         _numbers(data["rmse"]),
         _numbers(data["norm_ratio"]),
         _number(data["us"]),
+        host_us=_number(data.get("host_us")),
     )
 
 

@@ -94,9 +94,19 @@ def explain(
         show(decisions)
     chosen = select(spec, request, usable, CATALOGUE)
     if not as_json:
-        why = next((d.reasons[0] for d in chosen.decisions if d.reasons), "")
+        why = unserved(target, decisions) or next(
+            (d.reasons[0] for d in chosen.decisions if d.reasons), ""
+        )
         stays = f" ({why})" if chosen.variant.recipe.exact and variant == "auto" and why else ""
         tell(f"An uncalibrated call runs {chosen.variant.name}{stays}.", style="bold")
+
+
+def unserved(arch: int, decisions: tuple[Decision, ...]) -> str | None:
+    """That no kernel at all is made for a GPU, None where one is, or without a GPU."""
+    made = {one for decision in decisions for one in decision.variant.archs or ()}
+    if not arch or arch in made or not made:
+        return None
+    return f"no kernel is made for sm_{arch}, only for {', '.join(f'sm_{m}' for m in sorted(made))}"
 
 
 def show(decisions: tuple[Decision, ...]) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from sagepatch.cli.forward_cost import Cost, Shape, cost
-from sagepatch.cli.forward_inputs import FORWARDS, Size
+from sagepatch.cli.forward_inputs import FORWARDS
+from sagepatch.cli.forward_sizes import Size
 from sagepatch.patchers.site import Site
 
 # Tokens of a prompt where nobody says.
@@ -72,13 +77,131 @@ def _count(part: str, module: nn.Module, sites: Sequence[Site], asked: Asked) ->
     else:
         return Counted(part, "", None, f"what a forward of {kind} takes is not known here")
     try:
-        made = cost(module.eval(), sites, lambda: module(**given))
-    except (RuntimeError, NotImplementedError) as error:  # torch's word for "needs numbers"
+        with _countable(module), _without_numbers(all_kept=kind in FORWARDS):
+            made = cost(module.eval(), sites, lambda: module(**given))
+    # Torch's words for "needs numbers", and diffusers' for "torchvision is not there".
+    except (RuntimeError, NotImplementedError, NameError) as error:
         first = str(error).partition("\n")[0]
         return Counted(part, size, None, f"a forward of {kind} needs more than shapes: {first}")
     if not made.attention:
         return Counted(part, size, None, f"{kind} computes its attention without torch's SDPA")
     return Counted(part, size, made)
+
+
+@contextmanager
+def _countable(module: nn.Module) -> Iterator[None]:
+    """Have a model of transformers call torch's SDPA meanwhile where it attends by its eager
+    function, and multiply its experts' weights in products that are counted (grouped ones are not).
+    HiDream's experts take as many tokens as routers name, whichever those are.
+    """
+    found = (getattr(part, "config", None) for part in module.modules())
+    configs = {id(config): config for config in found if config is not None}
+    changed = [
+        (config, name, was)
+        for config in configs.values()
+        for name, (was, _) in _COUNTABLE.items()
+        if getattr(config, name, None) == was
+    ]
+    if changed:
+        _register()
+    for config, name, _ in changed:
+        setattr(config, name, _COUNTABLE[name][1])
+    routed: list[Any] = [part for part in module.modules() if type(part).__name__ in _ROUTED]
+    for part in routed:
+        part.moe_infer = partial(_any_experts, part)
+    try:
+        yield
+    finally:
+        for part in routed:
+            del part.moe_infer
+        for config, name, was in changed:
+            setattr(config, name, was)
+        if changed:
+            _unregister()
+
+
+@contextmanager
+def _without_numbers(all_kept: bool) -> Iterator[None]:
+    """Have autocast do nothing meanwhile: it knows no device without numbers. `all_kept`: a mask
+    as an index keeps everything, as masks of unpadded text do.
+    """
+    from torch.fx.experimental import _config
+
+    autocast = torch.autocast
+    torch.autocast = lambda *_, **__: nullcontext()  # type: ignore[assignment, misc]
+    kept = _config.patch(meta_nonzero_assume_all_nonzero=all_kept)  # type: ignore[attr-defined]
+    try:
+        with kept, _Masks() if all_kept else nullcontext():
+            yield
+    finally:
+        torch.autocast = autocast  # type: ignore[misc]
+
+
+class _Masks(TorchFunctionMode):
+    """Has the inverse of a mask keep nothing as an index. Who asks whether all of a tensor is so is
+    told yes: HunyuanVideo 1.5 of its first picture, and takes as many tokens either way.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.all:
+            return torch.ones((), dtype=torch.bool, device="cpu")
+        if func is Tensor.__getitem__ and getattr(args[1], "keeps_nothing", False):
+            return args[0][:0]
+        made = func(*args, **(kwargs or {}))
+        if func in (Tensor.__invert__, Tensor.bitwise_not):
+            made.keeps_nothing = made.dtype == torch.bool
+        return made
+
+
+_COUNTED = "sagepatch_counted"
+# Attributes of a config of transformers, what they say and what is counted.
+_COUNTABLE = {
+    "_attn_implementation_internal": ("eager", _COUNTED),
+    "_experts_implementation_internal": ("grouped_mm", "batched_mm"),
+}
+
+
+_ROUTED = frozenset({"MOEFeedForwardSwiGLU"})
+
+
+def _any_experts(experts: Any, x: Tensor, _indices: Tensor, _weights: Tensor) -> Tensor:
+    """Tokens x [T, C] through so many experts each. All are of one size: which ones is no matter,
+    and to know it takes numbers.
+    """
+    each = experts.num_activated_experts
+    return cast(Tensor, experts.experts[0](x.repeat(each, 1))[: len(x)])
+
+
+def _register() -> None:
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionMaskInterface.register(_COUNTED, sdpa_mask)
+    AttentionInterface.register(_COUNTED, _by_sdpa)
+
+
+def _unregister() -> None:
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    for registry in (AttentionMaskInterface, AttentionInterface):
+        registry._global_mapping.pop(_COUNTED, None)
+
+
+def _by_sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """A call of SDPA of the same shape, whatever terms its scores have; out [B, S, H, D]."""
+    causal = attention_mask is None and query.shape[2] > 1 and getattr(module, "is_causal", True)
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, is_causal=causal, enable_gqa=True
+    )
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _denoiser(module: nn.Module, asked: Asked) -> tuple[str, dict[str, Any]] | None:

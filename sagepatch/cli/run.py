@@ -126,6 +126,9 @@ def run(
     if out_file is not None:
         writes = isinstance(loaded, LanguageModel)
         check_target(out_file, TEXTS if writes else tuple({*PICTURES, *VIDEOS}), "--out")
+    if choice.plan is not None:
+        # A plan for another model is refused now, not after the exact generation.
+        patched(loaded, choice).restore()
     if strict and not choice.calibrates and choice.plan is None:
         with progress("rehearsing one step") as step:
             rehearse(

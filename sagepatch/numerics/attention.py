@@ -143,16 +143,16 @@ def _scores(
         by_head.clamp_(LOWEST, HIGHEST).masked_fill_(~mask, -torch.inf)
     else:
         # finfo.min times log2(e) is -inf: back to the lowest number, since a row of finfo.min must
-        # stay the mean of V. Only -inf in the mask itself hides a key.
+        # stay the mean of V. Only -inf in the mask itself hides a key, and only +inf there, or NaN,
+        # spoils a row, as in SDPA.
         by_head.add_(mask.float() * LOG2E).clamp_(LOWEST, HIGHEST)
         by_head.masked_fill_(mask == -torch.inf, -torch.inf)
+        by_head.masked_fill_(mask == torch.inf, torch.nan)
     return s
 
 
 def _quantised_p(p: Tensor, recipe: Recipe) -> Tensor:
     """Codes of probabilities relative to the running maximum, at most P_r; scales are static."""
-    if recipe.pv == "fp16":
-        return quantize.round_to(p, torch.float16)
     if recipe.pv == "int8":
         return torch.mul(p, recipe.p_range).round_()
     return quantize.round_to(p * recipe.p_range, CODE_DTYPE[recipe.pv])

@@ -92,4 +92,6 @@ def _quantised_v(v: Tensor, recipe: Recipe) -> quantize.Quantised:
         return quantize.to_integer_per_channel(v, int(recipe.v_range))
     if recipe.pv == "fp16":
         return quantize.to_float16_per_channel(v, recipe.v_range)
+    if recipe.pv == "bf16":
+        return quantize.to_bfloat16(v)
     return quantize.to_float8_per_channel(v, recipe.v_range, CODE_DTYPE[recipe.pv])

@@ -1,4 +1,4 @@
-"""Quantisers: groups of numbers to INT8, INT4, FP8 or FP16 codes and one scale a group. No
+"""Quantisers: groups of numbers to INT8, INT4, FP8, FP16 or BF16 codes and one scale a group. No
 attention in here.
 """
 
@@ -130,6 +130,15 @@ def to_float16_per_channel(x: Tensor, largest: float) -> Quantised:
     scale = torch.where((amax > largest) & amax.isfinite(), power, 1.0)
     scale = scale.masked_fill(amax.isnan(), torch.nan)
     return Quantised(round_to(x / scale, torch.float16), scale)
+
+
+def to_bfloat16(x: Tensor) -> Quantised:
+    """Round x [..., S, D] fp32 to BF16, whose exponents are those of fp32: every channel's scale is
+    1, or NaN where the channel holds one.
+    """
+    amax = channel_amax(x)
+    scale = torch.ones_like(amax).masked_fill(amax.isnan(), torch.nan)
+    return Quantised(round_to(x, torch.bfloat16), scale)
 
 
 def inverse_and_scale(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:

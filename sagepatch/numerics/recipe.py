@@ -17,28 +17,31 @@ from sagepatch.errors import InvalidArgument
 
 Tier = Literal["fast", "safe", "exact"]
 Granularity = Literal["tensor", "block", "thread", "token"]
-PvFormat = Literal["fp16", "int8", "e4m3", "e5m2"]
+PvFormat = Literal["fp16", "bf16", "int8", "e4m3", "e5m2"]
 Accumulator = Literal["fp32", "fp16", "int32"]
 
 TIERS: tuple[Tier, ...] = ("fast", "safe", "exact")
 FP16_MAX = torch.finfo(torch.float16).max
+BF16_MAX = torch.finfo(torch.bfloat16).max
 E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
 INT8_MAX = 127
 INT4_MAX = 7
 # Keys that one tensor-core instruction sums: k of mma.m16n8k32 (8-bit operands) and of mma.m16n8k16
 # (16-bit).
-MMA_K = {"e4m3": 32, "e5m2": 32, "int8": 32, "fp16": 16}
+MMA_K = {"e4m3": 32, "e5m2": 32, "int8": 32, "fp16": 16, "bf16": 16}
 CODE_DTYPE = {
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
     "int8": torch.int8,
     "fp16": torch.float16,
+    "bf16": torch.bfloat16,
 }
 LARGEST_CODE = {
     "e4m3": E4M3_MAX,
     "e5m2": torch.finfo(torch.float8_e5m2).max,
     "int8": 127.0,
     "fp16": FP16_MAX,
+    "bf16": BF16_MAX,
 }
 
 
@@ -124,7 +127,7 @@ class Recipe:
 
 def _largest_code(limit: float, pv: PvFormat) -> float:
     """What a value scaled to `limit` can become: rounding to the format may go up."""
-    rounded = torch.tensor(limit).to(CODE_DTYPE[pv]).item()
+    rounded = torch.tensor(limit, device="cpu").to(CODE_DTYPE[pv]).item()
     return max(limit, float(rounded))
 
 
@@ -155,6 +158,12 @@ SAGE1_B_F32 = Recipe(
 SAGE1_VT = Recipe("sage1_vt", "fast", 8, "token", "token", "int8", "int32", 127.0, 127.0)
 SAGE1_VB = Recipe("sage1_vb", "fast", 8, "block", "block", "int8", "int32", 127.0, 127.0)
 SAGE2_8 = Recipe("sage2_8", "fast", 8, "token", "thread", "e4m3", "fp32", E4M3_MAX, E4M3_MAX)
+# P and V in BF16: V is what the caller gave, P is rounded as exact BF16 attention rounds it. BF16
+# has the exponents of FP32: the code of 1 is small so that sums of 16 million of the largest V stay
+# finite until they are averages.
+SAGE2_8_BF16 = replace(
+    SAGE2_8, name="sage2_8_bf16", tier="safe", pv="bf16", p_range=2.0**-24, v_range=BF16_MAX
+)
 SAGE2_8B = replace(SAGE2_8, name="sage2_8b", k_granularity="block")
 SAGE2_8B_K128 = replace(SAGE2_8B, name="sage2_8b_k128", k_block=128)
 SAGE2_4 = replace(SAGE2_8, name="sage2_4", qk_bits=4, smooth_q=True)
@@ -205,6 +214,7 @@ RECIPES: dict[str, Recipe] = {
         SAGE1_T,
         SAGE1_B_F32,
         SAGE1_T_F32,
+        SAGE2_8_BF16,
         SAGE2_4_F16,
         EXACT,
     )

@@ -46,10 +46,13 @@ def hadamard_rotation(dim: int, device: torch.device, seed: int = 0) -> Tensor:
     2407.08608, section 3.3).
     """
     size = 1 << max(0, (dim - 1).bit_length())
-    matrix = torch.ones(1, 1)
+    # On the CPU whatever the default device is: the signs are the same everywhere.
+    cpu = torch.device("cpu")
+    matrix = torch.ones(1, 1, device=cpu)
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
-    signs = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(seed)) * 2 - 1
+    seeded = torch.Generator(cpu).manual_seed(seed)
+    signs = torch.randint(0, 2, (size,), generator=seeded, device=cpu) * 2 - 1
     return (matrix * signs[:, None] / math.sqrt(size)).to(device)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dis
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -21,12 +21,15 @@ _PRODUCTS = frozenset({"matmul", "bmm", "einsum", "apply"})
 
 
 def calls_sdpa(owner: type) -> bool:
-    """Whether the forward of a module class calls torch's SDPA, itself or in a helper."""
-    return any(
+    """Whether the forward of a module class calls torch's SDPA, itself, in a helper or by the
+    forward of a class that it inherits from.
+    """
+    own = any(
         name == "scaled_dot_product_attention"
         or function.__globals__.get(name) is F.scaled_dot_product_attention
         for function, name in _reached(owner)
     )
+    return own or any(calls_sdpa(base) for base in _asked_by_super(owner))
 
 
 def takes_softmax(owner: type) -> bool:
@@ -74,10 +77,20 @@ def names_in(code: types.CodeType) -> Iterator[str]:
 def _absent() -> None: ...
 
 
+def _asked_by_super(owner: type) -> Sequence[type]:
+    """The class whose forward `super().forward` is in the forward of a class; empty without one."""
+    forward = own_forward(owner)
+    if forward is None or not {"super", "forward"} <= set(names_in(forward.__code__)):
+        return ()
+    return [base for base in owner.__mro__ if "forward" in vars(base)][1:2]
+
+
 def reached(
     function: types.FunctionType, owner: type, depth: int = _DEPTH
 ) -> Iterator[tuple[types.FunctionType, str]]:
-    """(function, name it uses) for a function and what it calls in the same file or on `owner`."""
+    """(function, name it uses) for a function and what it calls in the same file or on `owner`,
+    but for what torch's modules have.
+    """
     seen: set[types.FunctionType] = set()
     queue: list[tuple[types.FunctionType, int]] = [(function, depth)]
     while queue:
@@ -88,10 +101,15 @@ def reached(
         for name in names_in(here.__code__):
             yield here, name
             if left > 0:
-                for found in (here.__globals__.get(name), getattr(owner, name, None)):
-                    own = _function(found)
-                    if own is not None and own.__module__ == here.__module__:
-                        queue.append((own, left - 1))
+                helper, method = (
+                    _function(found)
+                    for found in (here.__globals__.get(name), getattr(owner, name, None))
+                )
+                if helper is not None and helper.__module__ == here.__module__:
+                    queue.append((helper, left - 1))
+                # A class may put its own in the place of what another file's forward calls.
+                if method is not None and not str(method.__module__).startswith("torch."):
+                    queue.append((method, left - 1))
 
 
 def _reached(owner: type, depth: int = _DEPTH) -> Iterator[tuple[types.FunctionType, str]]:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from sagepatch.layer import PatchedLayer, SiteKind
+from sagepatch.patchers.carrier import ATTRIBUTE, Carrier
 from sagepatch.patchers.code import names_in, own_forward
 from sagepatch.patchers.diffusers_copies import (
     behind,
@@ -145,11 +146,17 @@ def install(module: nn.Module, way: Way, layer: PatchedLayer) -> Swap:
     ours = patched_copy(original, handle, way.route)
     before = getattr(original, "_attention_backend", None)
     unname = name_handle(handle, before, ours) if way.route is Route.DISPATCH else None
+    carrier = None
+    if way.route is Route.SDPA:
+        carrier = Carrier(handle)
+        setattr(module, ATTRIBUTE, carrier)
     _put(module, ours)
 
     def undo() -> None:
         if module.processor is ours:
             _put(module, original_of(ours))
+        if carrier is not None and module.__dict__.get(ATTRIBUTE) is carrier:
+            delattr(module, ATTRIBUTE)
         # Whoever kept it (diffusers does, to take a fusion back) now holds the original's like.
         retire(ours)
         if unname is not None:
@@ -158,7 +165,7 @@ def install(module: nn.Module, way: Way, layer: PatchedLayer) -> Swap:
     def replaced_by() -> str | None:
         if module.processor is not ours:
             return type(module.processor).__name__
-        if not in_force(ours, handle):
+        if not in_force(ours, module, handle):
             return f"attention backend {backend_name(ours) or 'default'}"
         backend = elsewhere(ours) if way.dispatched else None
         return None if backend is None else f"attention backend {backend}"

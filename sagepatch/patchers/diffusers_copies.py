@@ -1,27 +1,29 @@
-"""A stand-in for one attention processor, which carries its layer's handle and reaches our op.
+"""A stand-in for one attention processor, which reaches our op.
 
 To diffusers it is the original: class, name, signature, state, copies and pickles. It knows nothing
-of the module that holds it.
+of models. One that calls torch's SDPA is the layer's that calls it; one that calls diffusers'
+dispatcher carries its layer's handle, as that is where the dispatcher can find it.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from sagepatch.patchers.carrier import carried
 from sagepatch.patchers.code import reached
 from sagepatch.patchers.diffusers_dispatch import over_private_globals, refresh
 from sagepatch.patchers.diffusers_processors import DISPATCH, MOST_CLASSES, Route, methods_of
 from sagepatch.patchers.sdpa_redirect import inside
 
-# Where a stand-in carries its handle: diffusers passes the first on as `backend=`.
+# Where a dispatching stand-in carries its handle: diffusers passes it on as `backend=`.
 _BACKEND = "_attention_backend"
-_HANDLE = "_sagepatch_handle"
 _ORIGIN = "_sagepatch_origin"
 
 
@@ -34,75 +36,87 @@ class _Origin:
 
 
 def patched_copy(processor: Any, handle: Tensor, route: Route) -> Any:
-    """A stand-in for `processor` whose attention goes to the layer of `handle`.
+    """A stand-in for `processor` whose attention goes to the layer of `handle`, or to that of the
+    module that calls it.
 
-    It starts with the processor's state and shares its parameters.
+    The latter shares the processor's state: what is set on one is set on the other, and on every
+    stand-in of a processor of many layers. The former begins with its state.
     """
-    before = getattr(processor, _BACKEND, None) if route is Route.DISPATCH else None
+    dispatches = route is Route.DISPATCH
+    before = getattr(processor, _BACKEND, None) if dispatches else None
     original: type = type(processor)
     methods = methods_of(original)
-    if route is Route.DISPATCH:
+    if dispatches:
         refresh(methods, before)
     recreated: Any = _recreate(original, route, before, methods)
     copy: Any = recreated.__new__(recreated)
+    state = vars(processor)
     # Past nn.Module's bookkeeping: none of ours belongs among parameters or submodules.
-    vars(copy).update(vars(processor))
-    vars(copy)[_ORIGIN] = _Origin(processor, dict(vars(processor)))
-    vars(copy)[_BACKEND if route is Route.DISPATCH else _HANDLE] = handle
+    object.__setattr__(copy, "__dict__", {**state, _BACKEND: handle} if dispatches else state)
+    object.__setattr__(copy, _ORIGIN, _Origin(processor, dict(state)))
     return copy
 
 
 def is_copy(processor: Any) -> bool:
     """Whether a processor is a stand-in of ours, in force or retired."""
-    return _ORIGIN in getattr(processor, "__dict__", {})
+    return _ORIGIN in vars(type(processor))
 
 
 def behind(processor: Any) -> Any:
     """The processor that a stand-in stands for, untouched; any other is its own original."""
-    return vars(processor)[_ORIGIN].processor if is_copy(processor) else processor
+    return _origin(processor).processor if is_copy(processor) else processor
 
 
-def in_force(copy: Any, handle: Tensor) -> bool:
-    """Whether a stand-in still leads to this handle: someone may have set a backend since."""
-    return vars(copy).get(_BACKEND) is handle or vars(copy).get(_HANDLE) is handle
+def in_force(copy: Any, module: nn.Module, handle: Tensor) -> bool:
+    """Whether a stand-in that `module` calls leads to this handle: someone may have set a backend
+    since.
+    """
+    return (vars(copy).get(_BACKEND) if _has_own_state(copy) else carried(module)) is handle
 
 
 def original_of(processor: Any) -> Any:
     """As `behind`, brought up to date: what was set on the stand-in since (an adapter's scale, a
     mode, a backend) is set on the original.
     """
-    if not is_copy(processor):
-        return processor
-    origin: _Origin = vars(processor)[_ORIGIN]
-    state = _plain_state(processor)
-    target = vars(origin.processor)
-    for key in origin.state.keys() - state.keys():
+    original = behind(processor)
+    if original is processor or not _has_own_state(processor):
+        return original
+    before, state, target = _origin(processor).state, _plain_state(processor), vars(original)
+    for key in before.keys() - state.keys():
         target.pop(key, None)
     for key, value in state.items():
-        if key not in origin.state or origin.state[key] is not value:
+        if key not in before or before[key] is not value:
             target[key] = value
-    return origin.processor
+    return original
 
 
 def retire(copy: Any) -> None:
     """Make a stand-in behave as its original, for whoever still holds it."""
-    state = _plain_state(copy)
-    for key in (_BACKEND, _HANDLE):
-        if key in state:
-            vars(copy)[key] = state[key]
+    if _has_own_state(copy):
+        state = _plain_state(copy)
+        if _BACKEND in state:
+            vars(copy)[_BACKEND] = state[_BACKEND]
         else:
-            vars(copy).pop(key, None)
+            vars(copy).pop(_BACKEND, None)
+
+
+def _origin(copy: Any) -> _Origin:
+    found: _Origin = getattr(copy, _ORIGIN)
+    return found
+
+
+def _has_own_state(copy: Any) -> bool:
+    return vars(copy) is not vars(_origin(copy).processor)
 
 
 def _plain_state(copy: Any) -> dict[str, Any]:
     """The state that the original would have by now: everything but what is ours."""
     state = dict(vars(copy))
-    origin: _Origin = state.pop(_ORIGIN)
-    state.pop(_HANDLE, None)
     if isinstance(state.get(_BACKEND), Tensor):
         del state[_BACKEND]
-        if _BACKEND in origin.state:
-            state[_BACKEND] = origin.state[_BACKEND]
+        before = _origin(copy).state
+        if _BACKEND in before:
+            state[_BACKEND] = before[_BACKEND]
     return state
 
 
@@ -111,6 +125,7 @@ def _recreate(
     original: type, route: Route, before: Any, methods: tuple[types.FunctionType, ...]
 ) -> type:
     body: dict[str, Any] = {
+        "__slots__": (_ORIGIN,),
         "__class__": property(lambda self: original),
         "__reduce_ex__": _reduce_ex,
         "__module__": original.__module__,
@@ -119,7 +134,6 @@ def _recreate(
     }
     if route is Route.SDPA:
         body["__call__"] = _inside_redirect(original.__call__, original)
-        body[_HANDLE] = None
     else:
         for name in dir(original):
             method = getattr(original, name, None)
@@ -136,16 +150,19 @@ def _dispatches(method: types.FunctionType, owner: type) -> bool:
 
 
 def _inside_redirect(call: Callable[..., Any], owner: type) -> Callable[..., Any]:
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        handle = self._sagepatch_handle
+    def __call__(self: Any, attn: Any, *args: Any, **kwargs: Any) -> Any:
+        handle = carried(attn)
         if handle is None:
-            return call(self, *args, **kwargs)
-        return inside(handle, call, owner, self, *args, **kwargs)
+            return call(self, attn, *args, **kwargs)
+        return inside(handle, call, owner, self, attn, *args, **kwargs)
 
     # diffusers reads the signature of __call__ to decide what to pass on, and Dynamo, tracing that,
     # guards on the length of this tuple.
     __call__.__defaults__ = ()
-    return functools.update_wrapper(__call__, call)
+    functools.update_wrapper(__call__, call)
+    # Found once, not at each of its calls.
+    __call__.__signature__ = inspect.signature(call)  # type: ignore[attr-defined]
+    return __call__
 
 
 def _reduce_ex(self: Any, protocol: Any) -> Any:

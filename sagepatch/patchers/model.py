@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,22 +89,45 @@ def search(parts: Parts) -> Found:
         for patcher in _patchers():
             found = patcher(module, name)
             for site in found.sites:
-                if site.name not in left:
+                if site.name not in left and not _is_processor_of(site.name, sites):
                     sites.setdefault(site.name, site)
             for layer in found.left:
-                if layer.name not in sites:
+                if layer.name not in sites and not _is_processor_of(layer.name, sites):
                     left.setdefault(layer.name, layer)
     return Found(tuple(sites.values()), tuple(left.values()))
+
+
+def _is_processor_of(name: str, sites: dict[str, Site]) -> bool:
+    """Whether a module is the processor of a known layer, through which that layer attends."""
+    owner, _, last = name.rpartition(".")
+    return last == "processor" and owner in sites
+
+
+def taken_out(parts: Parts, sites: Iterable[Site]) -> dict[str, str]:
+    """Layers whose module was taken out of the model, and the class that stands in its place."""
+    from sagepatch.patchers.sdpa import named_modules
+
+    here = {
+        name: module
+        for part, root in parts.modules.items()
+        for name, module in named_modules(root, part)
+    }
+    held = {id(module) for module in here.values()}
+    return {
+        site.name: type(here[site.name]).__name__ if site.name in here else "nothing, it is gone"
+        for site in sites
+        if id(site.module) not in held
+    }
 
 
 def fingerprint(parts: Parts, found: Found) -> str:
     """A short hash of the structure: classes, geometry in the configs, layer names; no weights,
     dtypes or devices.
 
-    Offloading, casting, quantised weights and LoRA leave it unchanged.
+    Offloading, casting, quantised weights, LoRA and sharding (FSDP2) leave it unchanged.
     """
     facts = [
-        [name, type(module).__name__, _geometry(module)] for name, module in parts.modules.items()
+        [name, _class_name(module), _geometry(module)] for name, module in parts.modules.items()
     ]
     layers = sorted((site.name, site.kind) for site in found.sites)
     text = json.dumps([facts, layers], sort_keys=True, default=str)
@@ -114,6 +137,16 @@ def fingerprint(parts: Parts, found: Found) -> str:
 def _uncompiled(module: nn.Module) -> nn.Module:
     """The module inside `torch.compile`'s wrapper: names and fingerprints are the same without."""
     return module._modules.get("_orig_mod") or module
+
+
+def _class_name(module: nn.Module) -> str:
+    """The name of a module's class, before `fully_shard` gave it one of its own above that."""
+    owner = type(module)
+    sharding = sys.modules.get("torch.distributed.fsdp")
+    sharded: type | None = getattr(sharding, "FSDPModule", None)
+    if sharded is not None and sharded in owner.__bases__:
+        owner = next(base for base in owner.__bases__ if base is not sharded)
+    return owner.__name__
 
 
 def _denoises(name: str, part: nn.Module) -> bool:

@@ -1,19 +1,24 @@
 """Calls of layers that run exact attention: counted, and left to whoever served them unpatched.
 
-A patched layer that a plan leaves exact should cost the host nothing worth naming.
+A patched layer that a plan leaves exact should cost the host nothing worth naming. A call of
+attention passes as it came; a method that was seen to make its calls runs as if unpatched, and
+what it made then is counted again.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sagepatch.backends.catalogue import SDPA
 from sagepatch.functional import AUTOCAST_DEVICES, autocast
 from sagepatch.layer import PatchedLayer, find_layer
-from sagepatch.spec import Call
+from sagepatch.spec import AttnSpec, Call
 
 
 def passing(handle: Tensor) -> PatchedLayer | None:
@@ -66,9 +71,75 @@ def counted(layer: PatchedLayer, form: tuple[Any, ...]) -> bool:
     if spec is None:
         return False
     layer.record.ran(spec, SDPA.name)
+    _note(layer, spec)
     return True
 
 
 def remember(layer: PatchedLayer, form: tuple[Any, ...], call: Call) -> None:
     """A call of this form was served exactly, and meant to torch what it means to us."""
-    layer.passes[form] = autocast(call).spec()
+    spec = layer.passes[form] = autocast(call).spec()
+    _note(layer, spec)
+
+
+def form_of_method(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """What tells apart calls of a method that calls attention, its `self` aside: one form calls it
+    alike, or nearly always, and only counts rest on that. None where that cannot be told cheaply.
+    """
+    if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
+        return None
+    form: list[Any] = [tuple(kwargs)] if kwargs else []
+    for value in (*args[1:], *kwargs.values()):
+        kind = type(value)
+        if kind is Tensor:
+            form.append((value.shape, value.dtype, value.device))
+        elif value is None or kind in (bool, int, float, str):
+            form.append(value)
+        elif isinstance(value, nn.Module):
+            form.append(id(value))
+        else:
+            return None
+    return tuple(form)
+
+
+def counted_whole(layer: PatchedLayer, form: tuple[Any, ...]) -> bool:
+    """Whether a call of the method of this form was seen before: then the attention that it made
+    is counted, and the method may run as it is unpatched.
+    """
+    specs = layer.passes_whole.get(form)
+    if specs is None:
+        return False
+    for spec in specs:
+        layer.record.ran(spec, SDPA.name)
+    return True
+
+
+class _Seen(threading.local):
+    """The layer whose method this thread runs, and the exact calls that it made so far."""
+
+    layer: PatchedLayer | None = None
+    specs: list[AttnSpec] | None = None
+
+
+_SEEN = _Seen()
+
+
+def _note(layer: PatchedLayer, spec: AttnSpec) -> None:
+    if _SEEN.layer is layer and _SEEN.specs is not None:
+        _SEEN.specs.append(spec)
+
+
+@contextmanager
+def seen_whole(layer: PatchedLayer, form: tuple[Any, ...]) -> Iterator[None]:
+    """While a method runs for a layer that passes: what it calls is kept for `counted_whole`,
+    unless some call went elsewhere.
+    """
+    before, calls = (_SEEN.layer, _SEEN.specs), layer.record.calls
+    specs: list[AttnSpec] = []
+    _SEEN.layer, _SEEN.specs = layer, specs
+    try:
+        yield
+    finally:
+        _SEEN.layer, _SEEN.specs = before
+    # A method that made no call may make some the next time: a cached result, a skipped layer.
+    if specs and layer.record.calls - calls == len(specs):
+        layer.passes_whole[form] = tuple(specs)

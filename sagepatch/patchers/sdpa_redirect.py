@@ -13,12 +13,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from sagepatch.functional import AUTOCAST_DEVICES, needs_grad, run
 from sagepatch.patchers.carrier import count_elsewhere
-from sagepatch.patchers.passing import counted, form_of, passing, remember
+from sagepatch.patchers.passing import (
+    counted,
+    counted_whole,
+    form_of,
+    form_of_method,
+    passing,
+    remember,
+    seen_whole,
+)
 from sagepatch.patchers.sdpa_direct import GENUINE, call_directly, direct
 from sagepatch.spec import Call
 
@@ -102,7 +111,28 @@ _LEFT = _Left()
 def inside(
     handle: Tensor, method: Callable[..., Any], owner: type, *args: Any, **kwargs: Any
 ) -> Any:
-    """`method(*args, **kwargs)`, a method of `owner`, with its SDPA calls sent to this layer."""
+    """`method(*args, **kwargs)`, a method of `owner`, with its SDPA calls sent to this layer; as it
+    is where the layer runs exact attention and has seen such a call.
+    """
+    if torch.compiler.is_compiling():
+        return _redirected(handle, method, owner, args, kwargs)
+    layer = passing(handle)
+    form = None if layer is None else form_of_method(args, kwargs)
+    if layer is None or form is None:
+        return _redirected(handle, method, owner, args, kwargs)
+    if counted_whole(layer, form):
+        return method(*args, **kwargs)
+    with seen_whole(layer, form):
+        return _redirected(handle, method, owner, args, kwargs)
+
+
+def _redirected(
+    handle: Tensor,
+    method: Callable[..., Any],
+    owner: type,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     if not torch.compiler.is_compiling():
         copy = direct(method, owner)
         if copy is not None:
@@ -113,9 +143,23 @@ def inside(
 
 def observed_by_others() -> bool:
     """Whether someone else's function mode waits for SDPA, as guidance by skipped scores does."""
-    return any(
-        not isinstance(mode, SdpaRedirect | DeviceContext)
+    others = [
+        mode
         for mode in _get_current_function_mode_stack()
+        if not isinstance(mode, SdpaRedirect | DeviceContext)
+    ]
+    if others and torch.compiler.is_exporting():
+        # An export's own modes write down whatever operation comes.
+        return not all(type(mode).__module__.startswith("torch.") for mode in others)
+    return bool(others)
+
+
+def plain_types(*tensors: Any) -> bool:
+    """Whether these are tensors and nothing that only behaves like one; of an export, its fakes."""
+    return all(
+        type(t) in (Tensor, nn.Parameter)
+        or (type(t) is FakeTensor and torch.compiler.is_exporting())
+        for t in tensors
     )
 
 
@@ -130,7 +174,8 @@ def sdpa_call(
     enable_gqa: bool = False,
 ) -> Call | str:
     """An SDPA call as ours, or why only torch's own function means the same (or should raise)."""
-    if query.is_nested or not all(type(t) in (Tensor, nn.Parameter) for t in (query, key, value)):
+    # Their types first: a tracer's stand-in for a tensor answers no question.
+    if not plain_types(query, key, value) or query.is_nested:
         return SUBCLASS
     if not query.dim() == key.dim() == value.dim() == 4:
         return RANK
@@ -138,7 +183,7 @@ def sdpa_call(
         return DROPOUT
     if not isinstance(is_causal, bool) or not isinstance(enable_gqa, bool):
         return OPTIONS
-    if scale is not None and not abs(scale) < math.inf:
+    if isinstance(scale, Tensor) or (scale is not None and not abs(scale) < math.inf):
         return OPTIONS
     if not _agree(query, key, value, enable_gqa):
         return SHAPES
@@ -163,7 +208,7 @@ def _agree(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
         query.device == key.device == value.device
         and (same_dtype or _autocasts(query.device.type))
         and query.shape[0] == key.shape[0]
-        and query.shape[3] == key.shape[3]
+        and query.shape[3] == key.shape[3] > 0
         and key.shape[:3] == value.shape[:3]
         # One key head for all serves without `enable_gqa` too: SDPA broadcasts it.
         and (Hq == Hkv or Hkv == 1 or (enable_gqa and Hkv > 0 and Hq % Hkv == 0))

@@ -18,7 +18,7 @@ from sagepatch.functional import needs_grad, run
 from sagepatch.layer import find_layer
 from sagepatch.patchers.carrier import carried, count_elsewhere, recomputed_later
 from sagepatch.patchers.code import own_forward
-from sagepatch.patchers.sdpa_redirect import TRAINING
+from sagepatch.patchers.sdpa_redirect import SUBCLASS, TRAINING, plain_types
 from sagepatch.spec import Call
 
 # The name in a config tells what ran before, so that modules that are not patched (copies, other
@@ -228,6 +228,8 @@ def _original_needed(
     for term in EXTRA_TERMS:
         if options.get(term) is not None:
             return f"{term}: a term of the scores that only the original function knows"
+    if not torch.compiler.is_compiling() and not plain_types(query, key, value):
+        return SUBCLASS
     fits = (
         query.dim() == key.dim() == value.dim() == 4
         and query.shape[0] == key.shape[0]

@@ -12,14 +12,13 @@ from typing import Any
 from sagepatch.backends.catalogue import BY_NAME, SDPA
 from sagepatch.calibration.cells import Cell, cells
 from sagepatch.calibration.choose import (
-    FEWEST_SAMPLES,
     LEAST_GAIN,
-    LEAST_GAIN_US,
-    SHORT_US,
+    UNSERVED,
     Times,
+    unseen,
 )
 from sagepatch.calibration.planning import costs, entry_at, options
-from sagepatch.calibration.sample import HeadErrors
+from sagepatch.calibration.sample import FEWEST_SAMPLES, HeadErrors
 from sagepatch.calibration.table import LayerTable
 from sagepatch.numerics.recipe import TIERS
 from sagepatch.plan import Plan, PlanEntry
@@ -52,10 +51,8 @@ def facts(report: Report) -> dict[str, Any] | None:
         "threshold": report.threshold,
         "bound": bound_of(report),
         "stops": stops(report.threshold),
-        "fewest_samples": FEWEST_SAMPLES,
         "least_gain": LEAST_GAIN,
-        "least_gain_us": LEAST_GAIN_US,
-        "short_us": SHORT_US,
+        "none_serves": UNSERVED,
         "exact": SDPA.name,
         "kernels": _kernels(table.layers),
         "timed": any(layer.us_exact is not None for layer in table.layers),
@@ -122,18 +119,26 @@ def _kernels(layers: Iterable[LayerTable]) -> dict[str, dict[str, Any]]:
 
 def _layer(layer: LayerTable, row: LayerRow, steps: Sequence[Step]) -> dict[str, Any]:
     enough = layer.samples >= FEWEST_SAMPLES
-    cost, times = costs(layer, layer.candidates), Times(layer.rows)
+    rows = layer.filled
+    cost, times = costs(layer, layer.candidates), Times(rows)
     return {
         "site": row.name,
         "us_exact": layer.us_exact,
         "runs": _runs(row),
         "reason": row.reason,
         "calls": row.calls_as_measured,
-        "cells": [_cell(layer, cell, cost, times) for cell in cells(layer.rows, enough)],
-        "whole": [_cell(layer, cell, cost, times) for cell in cells(layer.rows, by_step=False)],
+        "cells": [_cell(layer, cell, cost, times) for cell in cells(rows, enough)],
+        "whole": [_cell(layer, cell, cost, times) for cell in cells(rows, by_step=False)],
+        "prompts": layer.prompts(),
+        "measured_on": {name: layer.prompts(name) for name in layer.names},
         "us": {name: summary.us for name, summary in layer.candidates.items()},
         "steps": {name: _errors(layer, name, steps) for name in layer.names},
     }
+
+
+def _unseen(layer: LayerTable, samples: int) -> str | None:
+    """Why so few samples decide nothing; None where they are enough."""
+    return None if samples >= FEWEST_SAMPLES else unseen(samples, layer.spoilt)
 
 
 def _runs(entry: LayerRow | PlanEntry) -> list[dict[str, Any]]:
@@ -162,7 +167,7 @@ def _cell(layer: LayerTable, cell: Cell, cost: Mapping[str, float], times: Times
         "start": cell.start,
         "end": cell.end,
         "share": cell.share,
-        "samples": len(cell.judged),
+        "unseen": _unseen(layer, len(cell.judged)),
         "us_exact": times.us(cell.judged, SDPA.name),
         "candidates": [
             {
@@ -174,9 +179,10 @@ def _cell(layer: LayerTable, cell: Cell, cost: Mapping[str, float], times: Times
                 "worst_head": summary.worst_head,
                 "worst_place": summary.worst_place or f"call {summary.worst_call}",
                 "us": times.us(cell.judged, name),
+                "by_host": summary.by_host,
                 "error": errors.get(name),
             }
-            for name, summary in layer.over(cell.judged).items()
+            for name, summary in layer.over(cell, layer.names).items()
         ],
     }
 
@@ -205,7 +211,8 @@ def _at(layer: LayerTable, name: str, step: Step) -> list[HeadErrors]:
     return [
         row.errors[name]
         for row in layer.rows
-        if (row.at == step.at if step.at is not None else row.at is None and row.call == step.call)
+        if name in row.errors
+        and (row.at == step.at if step.at is not None else row.at is None and row.call == step.call)
     ]
 
 

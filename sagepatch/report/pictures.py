@@ -232,6 +232,6 @@ def _planes(picture: Frame) -> torch.Tensor:
 
 
 def _gaussian(size: int) -> torch.Tensor:
-    position = torch.arange(size, dtype=torch.float64) - (size - 1) / 2
+    position = torch.arange(size, dtype=torch.float64, device="cpu") - (size - 1) / 2
     weights = torch.exp(-(position**2) / (2 * _SIGMA**2))
     return weights / weights.sum()

@@ -218,6 +218,23 @@ static u32 fp16x2(float a, float b) {
   return same_bits<uint16_t>(_Float16(a)) | u32(same_bits<uint16_t>(_Float16(b))) << 16;
 }
 
+static int squares(u32 codes) {
+  int sum = 0;
+  for (int i = 0; i < 4; i++) {
+    const int code = (signed char)(codes >> 8 * i);
+    sum += code * code;
+  }
+  return sum;
+}
+
+static u32 bf16x2(float a, float b) {
+  const auto rounded = [](float x) {
+    const u32 bits = __float_as_uint(x);
+    return std::isnan(x) ? 0x7FFFu : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+  };
+  return rounded(a) | rounded(b) << 16;
+}
+
 static float larger(float a, float b) {
   b = std::fabs(b);
   if (std::isnan(a) || std::isnan(b)) return __uint_as_float(0x7FFFFFFF);

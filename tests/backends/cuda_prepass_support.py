@@ -43,9 +43,9 @@ def make(
     return Call(*(t.to(DEVICE, dtype) for t in (q, k, v)), **options)
 
 
-def run(call: Call, recipe: Recipe) -> Codes:
+def run(call: Call, recipe: Recipe, *, raw_v: bool = False) -> Codes:
     """The pre-pass on poisoned memory; what lies behind it must stay as it was."""
-    plan = plan_of(form_of(call, recipe))
+    plan = plan_of(form_of(call, recipe, raw_v=raw_v))
     size = plan.scratch_bytes
     scratch = torch.full((size + GUARD_BYTES,), POISON, dtype=torch.uint8, device=DEVICE)
     plan.launch(call, scratch.data_ptr())
@@ -119,6 +119,7 @@ def cut(codes: Codes, queries: slice, keys: slice, member: int) -> Codes:
         v16=None if codes.v16 is None else codes.v16[:, :, keys],
         v_scale=codes.v_scale[one],
         k_mean=codes.k_mean[one],
+        k_norm=None if codes.k_norm is None else codes.k_norm[one],
         shift_log2=None if codes.shift_log2 is None else codes.shift_log2[:, :, queries],
     )
 
@@ -163,9 +164,17 @@ def check_member(call: Call, recipe: Recipe, codes: Codes) -> None:
     assert not codes.k8[:, :, Skv:].any()
     assert not codes.k8[..., D:].any()
 
+    if codes.k_norm is not None:
+        lengths = (k8.codes.square().sum(3) * k_scale.square()).amax(2)
+        lengths = torch.where(k_scale.isnan().any(2), torch.nan, lengths)
+        found = torch.where(codes.k_norm.isnan(), torch.nan, codes.k_norm)
+        torch.testing.assert_close(found, lengths, rtol=1e-5, atol=0, equal_nan=True)
+
     v = torch.where(keep, v, 0.0)
     if recipe.pv == "fp16":
         v8 = quantize.to_float16_per_channel(v, recipe.v_range)
+    elif recipe.pv == "bf16":
+        v8 = quantize.to_bfloat16(v)
     else:
         v8 = quantize.to_float8_per_channel(v, recipe.v_range, torch.float8_e4m3fn)
     same(codes.v_scale[..., :Dv], v8.scale[..., 0, :].expand(codes.v_scale[..., :Dv].shape))

@@ -19,7 +19,7 @@ from sagepatch.spec import Call
 Kernel = Callable[[Call, Recipe], tuple[Tensor, Tensor | None]]
 Far = dict[str, tuple[float, float]]  # by name: found, allowed
 # Half a step of a code of P that is 1.
-P_HALF_STEP = {"e4m3": 2.0**-4, "int8": 2.0**-8, "fp16": 2.0**-11}
+P_HALF_STEP = {"e4m3": 2.0**-4, "int8": 2.0**-8, "fp16": 2.0**-11, "bf16": 2.0**-8}
 
 
 def judge(toolchain: str, call: Call, recipe: Recipe) -> Far:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from sagepatch.backends import chain, prepared
+from sagepatch.backends import chain, memory, prepared
 from sagepatch.backends.cuda import attention, launch, prepass
 from sagepatch.backends.driver import Config
 from sagepatch.backends.parameters import Layout
@@ -32,20 +32,48 @@ class Compiled:
 
 
 class Driver:
-    """Takes launches: for each (function, blocks, threads, stream, bytes of the parameters)."""
+    """Gives memory, and takes launches: for each (function, blocks, threads, stream, bytes of the
+    parameters).
+    """
 
     def __init__(self) -> None:
         self.launches: list[tuple[int, int, int, int | None, bytes]] = []
         self.layouts: dict[int, Layout] = {}
         self.status = 0
+        # Scratch memory in use and given back, by its address, and how much was asked for on which
+        # stream.
+        self.taken: dict[int, torch.Tensor] = {}
+        self.given: dict[int, torch.Tensor] = {}
+        self.asked: list[tuple[int, int]] = []
 
     def __call__(self, config: int, function: int, params: int, extra: None) -> int:
         said = Config.from_address(config)
         layout = self.layouts[function]
-        (first,) = (ctypes.c_void_p * 1).from_address(params)
-        memory = ctypes.string_at(first, layout.packer.size)
-        self.launches.append((function, said.grid_x, said.block_x, said.stream, memory))
+        found = (ctypes.c_void_p * len(layout.offsets)).from_address(params)
+        memory = bytearray(layout.packer.size)
+        for at, size, pointer in zip(layout.offsets, layout.sizes, found, strict=True):
+            memory[at : at + size] = ctypes.string_at(pointer, size)
+        self.launches.append((function, said.grid_x, said.block_x, said.stream, bytes(memory)))
         return self.status
+
+    def empty(
+        self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """As memory.empty."""
+        return torch.empty_strided(shape, strides, dtype=dtype)
+
+    def take(self, size: int, stream: int) -> int:
+        """As memory.take: what was given back comes first, as from torch's allocator."""
+        self.asked.append((size, stream))
+        fits = (at for at, held in self.given.items() if held.numel() == size)
+        found = next(fits, None)
+        held = torch.empty(size, dtype=torch.uint8) if found is None else self.given.pop(found)
+        self.taken[held.data_ptr()] = held
+        return held.data_ptr()
+
+    def give(self, address: int) -> None:
+        """As memory.give."""
+        self.given[address] = self.taken.pop(address)
 
     def values(self, number: int) -> tuple[Any, ...]:
         """The parameters of a launch."""
@@ -74,7 +102,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(chain, "enter", lambda device: None)
     monkeypatch.setattr(chain, "launcher", lambda: driver)
     monkeypatch.setattr(prepared, "_PREPARED", type(prepared._PREPARED)(prepared.MOST_KINDS))
+    for name in ("empty", "take", "give"):
+        monkeypatch.setattr(memory, name, getattr(driver, name))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
     prepass.plan_of.cache_clear()

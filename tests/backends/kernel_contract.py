@@ -43,6 +43,42 @@ def equal_values_come_out_as_they_are(run: Run, call: Call, recipe: Recipe) -> N
     torch.testing.assert_close(out.float(), wanted, rtol=0.02, atol=0)
 
 
+def what_a_mask_adds_is_as_in_sdpa(run: Run, call: Call, recipe: Recipe) -> None:
+    """In an additive mask +inf and NaN spoil their rows and no others, unless position hides them;
+    the largest finite number does not, it is all the row sees. `call` has square scores, no mask.
+    """
+    queries, keys = call.q.shape[2], call.k.shape[2]
+    gen = torch.Generator().manual_seed(3)
+    # Nowhere 0: no tile is taken for one that the mask leaves as it is.
+    plain = torch.randn(queries, keys, generator=gen).to(call.q.device)
+    mask = plain.clone()
+    bad = {3: (0, torch.inf), 20: (keys - 1, torch.inf), queries - 1: (keys // 2, torch.inf)}
+    bad[queries // 2] = (1, torch.nan)
+    for row, (key, value) in bad.items():
+        mask[row, key] = value
+    mask[4, 2:4] = torch.inf
+    mask[9, 6] = torch.finfo(mask.dtype).max
+    spoiled = torch.tensor([*bad, 4], device=mask.device)
+    others = torch.tensor([i for i in range(queries) if i not in (*bad, 4, 9)], device=mask.device)
+    out, lse = run(replace(call, attn_mask=mask, return_lse=True), recipe)
+    whole, whole_lse = run(replace(call, attn_mask=plain, return_lse=True), recipe)
+    assert lse is not None
+    assert whole_lse is not None
+    assert bool(out[:, :, spoiled].isnan().all())
+    assert bool(lse[:, :, spoiled].isnan().all())
+    assert torch.equal(out[:, :, others], whole[:, :, others])
+    assert torch.equal(lse[:, :, others], whole_lse[:, :, others])
+    # 8-bit codes of V, beside the largest of their channel.
+    apart = (out[:, :, 9].float() - call.v[:, :, 6].float()).abs()
+    assert bool((apart <= 0.1 * call.v.float().abs().amax(2)).all())
+    hidden = replace(call, causal_offset=0, attn_mask=plain, return_lse=False)
+    future = plain.masked_fill(torch.ones_like(plain).triu(1) > 0, torch.inf)
+    out, _ = run(replace(hidden, attn_mask=future), recipe)
+    wanted, _ = run(hidden, recipe)
+    assert bool(out.isfinite().all())
+    assert torch.equal(out, wanted)
+
+
 def threads_share_kernels(run: Run, call: Call, names: Sequence[str]) -> None:
     """Four threads on streams of their own take turns at kernels, results equal to the bit."""
     expected = {name: run(call, RECIPES[name])[0] for name in names}

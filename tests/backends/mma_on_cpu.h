@@ -179,14 +179,6 @@ static void mma_f16(Sum (&d)[N], const u32* a, u32 b0, u32 b1, const Sum (&c)[N]
 static float exp2_mufu(float x) { return std::exp2(x); }
 static float log2_mufu(float x) { return std::log2(x); }
 
-static u32 bf16x2(float a, float b) {
-  const auto rounded = [](float x) {
-    const u32 bits = same_bits<u32>(x);
-    return std::isnan(x) ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-  };
-  return rounded(a) | rounded(b) << 16;
-}
-
 static float __fmul_rd(float a, float b) {
   const double exact = double(a) * b;
   const float near = float(exact);

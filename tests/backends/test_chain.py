@@ -14,9 +14,10 @@ from host_stub import STREAM, install
 pytest.importorskip("cuda.bindings.nvrtc")
 
 from sagepatch.backends import chain as chains
-from sagepatch.backends import prepared
-from sagepatch.backends.chain import Chain, Link, Moving, MovingMap, filled
+from sagepatch.backends import frame, prepared
+from sagepatch.backends.chain import Chain
 from sagepatch.backends.cuda import attention, prepass
+from sagepatch.backends.links import Link, Moving, MovingMap, filled
 from sagepatch.backends.parameters import Layout
 from sagepatch.numerics.prepass import LOG2E
 from sagepatch.numerics.recipe import RECIPES
@@ -46,7 +47,7 @@ def test_every_parameter_reaches_the_driver(driver, values):
     links = two_links(driver)
     run = Chain(links, 3)
     for moved in ((1, 2, 3.0), values, values):
-        run(0, moved)
+        run(0, STREAM, moved)
     for number, link in enumerate(links):
         found = driver.values(number + 4)
         assert found == driver.values(number + 2) == tuple(filled(link.args, values))
@@ -59,8 +60,8 @@ def test_every_parameter_reaches_the_driver(driver, values):
 
 def test_one_value_moves_alone(driver):
     run = Chain(two_links(driver), 3)
-    run(0, (64, 128, 0.25))
-    run(0, (64, 256, 0.25))
+    run(0, STREAM, (64, 128, 0.25))
+    run(0, STREAM, (64, 256, 0.25))
     first, second = driver.values(0), driver.values(2)
     assert [a == b for a, b in zip(first, second, strict=True)] == [
         *(True, True, True, False, True, False)
@@ -68,30 +69,76 @@ def test_one_value_moves_alone(driver):
     assert driver.values(1) == driver.values(3)
 
 
-def test_another_stream_is_followed(driver, monkeypatch):
+def test_another_stream_is_followed(driver):
     run = Chain(two_links(driver), 3)
     for stream in (64, 65, 64):
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda d, s=stream: s)
-        run(0, (1, 2, 3.0))
+        run(0, stream, (1, 2, 3.0))
     assert [launch[3] for launch in driver.launches] == [64, 64, 65, 65, 64, 64]
 
 
 def test_a_refusal_is_raised_and_the_next_call_is_whole(driver, monkeypatch):
     monkeypatch.setattr(chains.driver, "words", lambda status: f"status {status}")
     run = Chain(two_links(driver), 3)
-    run(0, (1, 2, 3.0))
+    run(0, STREAM, (1, 2, 3.0))
     driver.status = 700
     with pytest.raises(RuntimeError, match="kernel one: status 700"):
-        run(0, (5, 2, 3.0))
+        run(0, STREAM, (5, 2, 3.0))
     driver.status = 0
-    run(0, (1, 2, 3.0))
+    run(0, STREAM, (1, 2, 3.0))
     assert driver.values(-2) == driver.values(0)
+
+
+def test_a_scale_beyond_fp32_is_infinite(driver):
+    run = Chain(two_links(driver), 3)
+    for scale in (1e300, -1e300, 0.5):
+        run(0, STREAM, (64, 128, scale))
+    assert [driver.values(number)[4] for number in (0, 2, 4)] == [math.inf, -math.inf, 0.5]
+    assert driver.values(5) == driver.values(1)
+
+
+def test_members_of_a_structure_move_each_with_its_value(driver):
+    layout = Layout.of("P{PqPf}i{PP}T")
+    driver.layouts[9] = layout
+    encode = lambda pointer: struct.pack("<Q", pointer) * 16  # noqa: E731
+    args = (
+        *(Moving(0), Moving(0, 8), 11, Moving(1), Moving(3), 5, Moving(2, 256), 0),
+        MovingMap(2, 512, encode),
+    )
+    run = Chain([Link("one", 9, 1, 32, 0, layout, args)], 4)
+    values = (1 << 44, 0, 4096, 0.5)
+    run(0, STREAM, values)
+    for number, moved in enumerate((32, 48, 8192, 0.25)):
+        changed = (*values[:number], moved, *values[number + 1 :])
+        for now in (changed, values, changed):
+            run(0, STREAM, now)
+            assert driver.values(-1) == tuple(filled(args, now))
+
+
+def test_a_tensor_map_is_made_once_for_an_address(driver, monkeypatch):
+    monkeypatch.setattr(frame, "MOST_IMAGES", 3)
+    asked = []
+
+    def encode(pointer):
+        asked.append(pointer)
+        return bytes([pointer % 251]) * 128
+
+    layout = Layout.of("TP")
+    driver.layouts[9] = layout
+    run = Chain([Link("one", 9, 1, 32, 0, layout, (MovingMap(0, 1, encode), Moving(1)))], 2)
+    for turn in range(6):
+        run(0, STREAM, (turn % 3, turn))
+    assert asked == [1, 2, 3]
+    # What is remembered is bounded, and right where it is made again.
+    for turn in range(40):
+        run(0, STREAM, (turn, 0))
+        assert driver.values(-1) == (bytes([(turn + 1) % 251]) * 128, 0)
+    assert all(len(images.seen) <= 3 for _, images in run._plan.by_one)
 
 
 def test_arguments_must_fit_their_signature():
     layout = Layout.of("Pi")
     with pytest.raises(ValueError, match="argument"):
-        Chain([Link("k", 7, 1, 32, 0, layout, (Moving(0),))], 1)(0, (1,))
+        Chain([Link("k", 7, 1, 32, 0, layout, (Moving(0),))], 1)
 
 
 def test_threads_do_not_share_parameters(driver):
@@ -101,7 +148,7 @@ def test_threads_do_not_share_parameters(driver):
     def many(value):
         start.wait()
         for _ in range(100):
-            run(0, (value, 2 * value, float(value)))
+            run(0, STREAM, (value, 2 * value, float(value)))
 
     threads = [threading.Thread(target=many, args=(value,)) for value in range(1, 9)]
     for thread in threads:
@@ -156,6 +203,11 @@ def test_a_call_of_a_known_kind_moves_its_tensors_and_its_scale(driver):
                 assert found[number] == pytest.approx(filled(args, values)[number])
 
 
+def kind(call: Call) -> tuple[object, ...]:
+    at = prepared.addresses_of(call)
+    return prepared.kind_of(call, prepared.look_of(call.q, call.k, call.v, call.attn_mask, at))
+
+
 OTHERS = {
     "length": make(shape={"S": 131}),
     "dtype": make(dtype=torch.float16),
@@ -175,7 +227,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_kernels_depend_on_is_another_kind(driver, name):
     plain, other = make(), OTHERS[name]
-    assert prepared.kind_of(plain) != prepared.kind_of(other)
+    assert kind(plain) != kind(other)
     for call in (plain, other):
         for _ in range(2):
             out, lse = attention.run(call, RECIPE)

@@ -68,6 +68,12 @@ WAYS = {
     "no ones": {"ones": False},
     "no polynomial": {"polynomial": 0},
     "polynomial": {"polynomial": 2},
+    "maximum moves at once": {"lag": 0, "cap": 0},
+    "maximum moves late": {"lag": 8, "cap": 0},
+    "maximum moves late, turns": {
+        **{"lag": 8, "cap": 0, "serial": False, "pingpong": True, "warpgroups": 2}
+    },
+    "no maximum under a cap": {"lag": 8, "cap": 40, "serial": True, "pingpong": False},
 }
 
 
@@ -78,6 +84,8 @@ def test_other_ways_to_run_a_tile(recipe, dim, way, monkeypatch):
     tile = attention_tiles.pick(recipe, dim, dim)
     if way == "serial" and tile.block_n > 128:
         pytest.skip("scores of 192 keys do not fit in 160 registers")
+    if "lag" in WAYS[way] and not tile.in_place:
+        pytest.skip("for sums in place alone")
     other = replace(tile, **WAYS[way])
     monkeypatch.setattr(attention_tiles, "pick", lambda *facts: other)
     monkeypatch.setattr(attention, "pick", lambda *facts: other)
@@ -87,17 +95,25 @@ def test_other_ways_to_run_a_tile(recipe, dim, way, monkeypatch):
     for shape in ((2, 4, 2, 333, 700, dim), (1, 1, 1, 1000, 4111, dim)):
         check(make(shape), recipe)
         check(make(shape, causal_offset=60, window=500), recipe)
+    if "lag" in WAYS[way]:
+        # Scores that grow and grow, by more than the lag and by less.
+        call = make((1, 2, 1, 200, 2000, dim))
+        k = torch.randn(call.k.shape, generator=torch.Generator().manual_seed(7)).to(call.k)
+        for most in (3.0, 30.0):
+            growth = torch.linspace(0.1, most, 2000, device=DEVICE, dtype=call.k.dtype)
+            check(replace(call, k=k * growth[:, None]), recipe)
     attention_tiles.instance.cache_clear()
     attention.launch_of.cache_clear()
 
 
 def test_when_blocks_are_shared():
-    assert attention.splits(576, 36, 132)  # 4.4 rounds
-    assert not attention.splits(864, 36, 132)  # 6.5 rounds: a little idle costs less
-    assert not attention.splits(4200, 32, 132)  # 31.8 rounds
-    assert not attention.splits(132, 10, 132)
-    assert not attention.splits(4, 10, 132)  # too little to share
-    assert attention.splits(40, 100, 132)
+    assert attention.splits(576, 36, 132, 0.08)  # 4.4 rounds
+    assert not attention.splits(864, 36, 132, 0.08)  # 6.5 rounds: a little idle costs less
+    assert attention.splits(864, 36, 132, 0.02)
+    assert not attention.splits(4200, 32, 132, 0.08)  # 31.8 rounds
+    assert not attention.splits(132, 10, 132, 0.08)
+    assert not attention.splits(4, 10, 132, 0.08)  # too little to share
+    assert attention.splits(40, 100, 132, 0.08)
 
 
 @every_recipe
@@ -105,7 +121,7 @@ def test_the_emulator_itself_is_as_near_as_other_tiles_allow(recipe):
     call = make((1, 2, 2, 500, 1300, 128))
     out, _ = attention.run(call, recipe)
     worst = compare(out.float(), emulate(call, recipe)[0]).worst
-    assert worst.cosine > (0.9999 if recipe.pv == "fp16" else 0.999)
+    assert worst.cosine > (0.9999 if recipe.pv in ("fp16", "bf16") else 0.999)
     assert compare(out.float(), exact(call)[0]).worst.cosine > 0.998
 
 

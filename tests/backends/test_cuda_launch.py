@@ -16,7 +16,7 @@ from sagepatch.backends.cuda import attention, build, launch  # noqa: E402
 from sagepatch.backends.cuda.launch import Kernel, Layout  # noqa: E402
 from sagepatch.backends.cuda.positions import positions  # noqa: E402
 from sagepatch.backends.driver import Config  # noqa: E402
-from sagepatch.backends.prepared import kind_of  # noqa: E402
+from sagepatch.backends.prepared import addresses_of, look_of  # noqa: E402
 from sagepatch.numerics.recipe import RECIPES  # noqa: E402
 from sagepatch.spec import Call  # noqa: E402
 
@@ -317,4 +317,5 @@ def test_a_call_kind_tells_apart_what_a_tensor_map_of_q_needs():
     first, second = call_at(0, 1), call_at(1, 0)
     assert attention.raw_strides(first, recipe) is not None
     assert attention.raw_strides(second, recipe) is None
-    assert kind_of(first) != kind_of(second)
+    looks = [look_of(c.q, c.k, c.v, None, addresses_of(c)) for c in (first, second)]
+    assert looks[0] != looks[1]

@@ -25,7 +25,7 @@ needs_kernels = pytest.mark.skipif(
 )
 SERVED = list(WGMMA_RECIPES)
 # Each of them is compiled: where the CPU stands in, the quick tests take few.
-SAMPLE = [RECIPES["sage2_8"], RECIPES["sage1_b"]]
+SAMPLE = [RECIPES["sage2_8"], RECIPES["sage1_b"], RECIPES["sage2_8_bf16"]]
 RUN = SERVED if ON_GPU else SAMPLE
 HEAD_DIMS = [(8, 8), (40, 40), (64, 128), (72, 72), (80, 80), (84, 76), (96, 33), (128, 64)]
 HEAD_DIMS += [(160, 160), (192, 128), (256, 256)]
@@ -48,6 +48,19 @@ def _kernels_here(request, monkeypatch):
 def test_every_recipe(recipe):
     check(make((2, 4, 2, 200, 333, 64, 64)), recipe)
     check(make((1, 2, 1, 130, 300, 128, 128), return_lse=True), recipe)
+
+
+@needs_kernels
+@pytest.mark.parametrize("lse", [False, True])
+def test_values_that_the_attention_reads_itself_are_left_alone(lse):
+    recipe = RECIPES["sage2_8_bf16"]
+    call = make((2, 4, 2, 200, 333, 64, 128), return_lse=lse)
+    found = run(call, recipe, raw_v=True)
+    expected = check(call, recipe)
+    assert found.v16 is found.v_scale is None
+    for name in ("q8", "q_scale_log2", "k8", "k_scale", "k_mean", "k_norm", "shift_log2"):
+        one, other = getattr(found, name), getattr(expected, name)
+        assert other is None if one is None else torch.equal(one, other)
 
 
 @needs_kernels

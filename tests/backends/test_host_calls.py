@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from host_stub import install
+from host_stub import STREAM, install
 from models.layers import layer as make_layer
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 
 import sagepatch
 from sagepatch import known, ops
-from sagepatch.backends import prepared
+from sagepatch.backends import chain, prepared
 from sagepatch.backends.catalogue import BY_NAME, SDPA
 from sagepatch.backends.cuda import attention as cuda_attention
 from sagepatch.backends.triton import attention as triton_attention
@@ -39,7 +39,7 @@ CUDA, TRITON = "cuda.sage2pp_8_d4", "triton.sage2_8"
 both = pytest.mark.parametrize("name", [CUDA, TRITON])
 # Python functions that one warm call may enter, its own included; a call has no loop over tensors,
 # so that each of them is paid for in every call of every layer.
-MOST_STEPS = {"call": 16, "layer": 26}
+MOST_STEPS = {"call": 11, "layer": 20}
 
 
 @pytest.fixture
@@ -47,7 +47,8 @@ def driver(monkeypatch):
     made = install(monkeypatch)
     monkeypatch.setattr(known, "_KNOWN", type(known._KNOWN)(known.MOST_KNOWN))
     # As on a GPU: nothing is computed, so the output is not to be looked at.
-    monkeypatch.setattr(ops, "comes_again", lambda call: True)
+    for module in (ops, known):
+        monkeypatch.setattr(module, "comes_again", lambda call: True)
     monkeypatch.setattr(ops, "_guarded_now", lambda layer, call: False)
     chosen = lambda spec, variant: BY_NAME[variant]  # noqa: E731
     for module in (ops, known):
@@ -188,6 +189,43 @@ def test_what_was_refused_is_refused_after_a_call_like_it(driver, name):
         sagepatch.attention(q, k, v, variant=CUDA, **REFUSED[name])
 
 
+@both
+def test_scratch_memory_is_of_the_stream_and_given_back(driver, name, monkeypatch):
+    monkeypatch.setattr(chain.driver, "words", lambda status: f"status {status}")
+    q, k, v = tensors()
+    for _ in range(3):
+        sagepatch.attention(q, k, v, variant=name)
+    assert driver.asked
+    assert {stream for _, stream in driver.asked} == {STREAM}
+    assert not driver.taken
+    driver.status = 700
+    with pytest.raises(RuntimeError, match="status 700"):
+        sagepatch.attention(q, k, v, variant=name)
+    assert not driver.taken
+
+
+OTHER_LAYOUTS = {
+    "sparse": lambda t: t.float().to_sparse(),
+    "compressed": lambda t: t[0, 0].float().to_sparse_csr(),
+    "nested": lambda t: torch.nested.nested_tensor([t[0], t[0]]),
+    "opaque": lambda t: t.float().to_mkldnn(),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", OTHER_LAYOUTS)
+def test_other_layouts_are_refused_after_a_call_like_them(driver, name):
+    q, k, v = tensors()
+    for _ in range(2):
+        sagepatch.attention(q, k, v, variant=CUDA)
+    for place in range(3):
+        given = [q, k, v]
+        given[place] = OTHER_LAYOUTS[name](given[place])
+        assert known.seen_of(*given, None) is None
+        with pytest.raises(InvalidArgument, match="needs a dense one"):
+            sagepatch.attention(*given, variant=CUDA)
+
+
 WATCHED = {
     "lazily negative": lambda q: torch._neg_view(q),
     "a parameter": lambda q: torch.nn.Parameter(q, requires_grad=False),
@@ -200,27 +238,26 @@ def test_tensors_that_are_more_than_memory_go_through_the_op(driver, name):
     for _ in range(2):
         sagepatch.attention(q, k, v, variant=CUDA)
     assert ops.observed(WATCHED[name](q), k, v)
-    assert known.key_of(WATCHED[name](q), k, v, None, None) is None
+    assert known.seen_of(WATCHED[name](q), k, v, None) is None
     bias = torch.zeros(130, 130)
-    assert known.key_of(q, k, v, bias, None) is not None
-    assert known.key_of(q, k, v, WATCHED[name](bias), None) is None
+    assert known.seen_of(q, k, v, bias) is not None
+    assert known.seen_of(q, k, v, WATCHED[name](bias)) is None
 
 
 def test_gradients_autocast_and_modes_are_looked_at_one_by_one(driver, monkeypatch):
     q, k, v = tensors()
-    assert known.key_of(q, k, v, None, None) is not None
+    assert known.seen_of(q, k, v, None) is not None
     with torch.enable_grad():
-        assert known.key_of(q, k, v, None, None) is not None
-        assert known.key_of(q.clone().requires_grad_(), k, v, None, None) is None
+        assert known.seen_of(q, k, v, None) is not None
+        assert known.seen_of(q.clone().requires_grad_(), k, v, None) is None
         bias = torch.zeros(130, 130, requires_grad=True)
-        assert known.key_of(q, k, v, bias, None) is None
-    assert known.key_of(q, k, v, None, float("inf")) is None
+        assert known.seen_of(q, k, v, bias) is None
     with forward_ad.dual_level():
-        assert known.key_of(q, k, v, None, None) is None
+        assert known.seen_of(q, k, v, None) is None
     with FlopCounterMode(display=False):
-        assert known.key_of(q, k, v, None, None) is None
+        assert known.seen_of(q, k, v, None) is None
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
-    assert known.key_of(q, k, v, None, None) is None
+    assert known.seen_of(q, k, v, None) is None
 
 
 def test_a_single_query_does_not_come_again():
@@ -300,8 +337,6 @@ def test_exact_layers_choose_once_too(driver, monkeypatch, reason):
 
 
 def test_a_failing_launch_names_its_layer(driver, monkeypatch):
-    from sagepatch.backends import chain
-
     monkeypatch.setattr(chain.driver, "words", lambda status: f"status {status}")
     one = make_layer()
     one.run_with(Request(CUDA), "asked")

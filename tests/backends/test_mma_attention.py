@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
+from kernel_contract import what_a_mask_adds_is_as_in_sdpa
 from mma_support import (
     DEVICE,
     ON_GPU,
@@ -144,6 +145,11 @@ def test_additive_masks(name, dtype):
     mask = mask.to(DEVICE, dtype)
     mask[0, 0, 8] = torch.finfo(dtype).min
     check(make((2, 2, 1, 150, 300, 64), attn_mask=mask), RECIPES[name])
+
+
+@pytest.mark.parametrize("name", each(ONE))
+def test_what_is_no_number_in_a_mask_spoils_its_row(name):
+    what_a_mask_adds_is_as_in_sdpa(run, make((1, 2, 1, 140, 140, 64)), RECIPES[name])
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

@@ -10,7 +10,7 @@ triton = pytest.importorskip("triton")
 
 from sagepatch.backends.catalogue import TRITON  # noqa: E402
 from sagepatch.backends.triton.tiles import TABLE, is_tuned, one_piece, pick, pieces  # noqa: E402
-from sagepatch.spec import MaskKind  # noqa: E402
+from sagepatch.spec import AttnSpec, MaskKind  # noqa: E402
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 compiled = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -111,3 +111,9 @@ def test_the_length_of_one_key_is_no_constant():
     assert [p.name for p in attention_of_one_key.params if p.do_not_specialize] == ["kv_len"]
     assert not any(p.do_not_specialize for p in attention.params)
     assert attention_of_one_key.fn is attention.fn
+
+
+@pytest.mark.parametrize("variant", TRITON, ids=lambda v: v.name)
+def test_one_key_is_served(variant):
+    spec = AttnSpec(1, 4, 2, 1, 1, 80, 80, "bf16", "bf16", "cuda", 90)
+    assert not variant.rejects(spec)

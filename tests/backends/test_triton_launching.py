@@ -16,7 +16,7 @@ pytest.importorskip("cuda.bindings.nvrtc")
 from host_stub import install
 
 from sagepatch.backends import prepared
-from sagepatch.backends.chain import Moving, MovingMap
+from sagepatch.backends.links import Moving, MovingMap
 from sagepatch.backends.triton import attention, launching
 from sagepatch.backends.triton.launching import ALIGNMENT, Recording, links_of
 from sagepatch.numerics.prepass import LOG2E

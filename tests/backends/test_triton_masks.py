@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kernel_contract import what_a_mask_adds_is_as_in_sdpa
 from triton_support import DEVICE, DTYPE, ON_GPU, check, make, needs_kernels, tensors
 
 pytestmark = needs_kernels
@@ -55,6 +56,11 @@ def test_a_bias_is_added(recipe):
     ramp = torch.arange(200, device=DEVICE, dtype=torch.float32)[None, :] - 100
     slopes = torch.tensor([0.1, 0.01, -0.05, 0.5], device=DEVICE).view(1, 4, 1, 1)
     check(make((2, 4, 2, 70, 200, 64), attn_mask=(ramp * slopes)), recipe)
+
+
+@recipes
+def test_what_is_no_number_in_a_mask_spoils_its_row(recipe):
+    what_a_mask_adds_is_as_in_sdpa(attention.run, make((1, 2, 1, 140, 140, 64)), recipe)
 
 
 @recipes

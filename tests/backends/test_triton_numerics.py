@@ -114,6 +114,18 @@ def test_guard_tells_bad_inputs_from_bad_kernels():
     assert flags.tolist() == [1, 1]
 
 
+def test_guard_blames_the_inputs_for_an_infinity_in_the_mask():
+    mask = torch.zeros(70, 130, device=DEVICE, dtype=DTYPE)
+    mask[5, 100] = float("inf")
+    call = _guard_call(attn_mask=mask)
+    flags = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    out, _ = attention.run_guarded(call, RECIPES["sage2_8"], flags)
+    wanted, _ = exact(call)
+    assert bool(wanted[:, :, 5].isnan().all())
+    torch.testing.assert_close(out.float(), wanted, rtol=0.02, atol=5e-3, equal_nan=True)
+    assert flags.tolist() == [1, 1]
+
+
 @pytest.mark.parametrize("dtypes", ["fff", "ffh", "hfh"])
 def test_mixed_dtypes_give_the_dtype_of_v(dtypes):
     # case 23

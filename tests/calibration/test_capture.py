@@ -10,18 +10,24 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models.layers import call, layer
+from models.layers import call, layer, sample
 
 from sagepatch.backends.catalogue import BY_NAME, CATALOGUE
 from sagepatch.calibration import capture
 from sagepatch.calibration import measure as measuring
-from sagepatch.calibration.capture import LayerCalibration, candidate_variants, refuse_capture
+from sagepatch.calibration.capture import (
+    LayerCalibration,
+    candidate_variants,
+    refuse_capture,
+    refused_by,
+)
 from sagepatch.calibration.measure import Stopwatch
 from sagepatch.calibration.planning import entry_at
 from sagepatch.calibration.table import LayerTable
+from sagepatch.calibration.timing import CallTime
 from sagepatch.errors import KernelUnavailable, MachineError
 from sagepatch.ops import run_exact
-from sagepatch.spec import AttnSpec, Call
+from sagepatch.spec import AttnSpec, Call, MaskKind
 
 HOPPER = AttnSpec(1, 24, 24, 4608, 4608, 128, 128, "bf16", "bf16", "cuda", 90)
 
@@ -84,6 +90,108 @@ def test_single_queries_are_no_samples() -> None:
     assert candidate_variants(call(Sq=1).spec(), one) == []
 
 
+EMPTY = {
+    "batch": {"B": 0},
+    "query": {"Sq": 0},
+    "key": {"Skv": 0},
+    "head": {"H": 0},
+}
+
+
+# case 14
+@pytest.mark.parametrize("size", EMPTY.values(), ids=EMPTY)
+def test_calls_without_rows_are_no_samples(size: dict[str, int]) -> None:
+    finished: list[int] = []
+    one, table = layer(), LayerCalibration(Stopwatch())
+    table.done = lambda settled: finished.append(table.calls)
+    for _ in range(9):
+        given = call(**size)
+        out, _ = table.observe(one, given)
+        assert out.shape == given.q.shape
+    assert (table.calls, table.samples, finished) == (0, 0, [])
+    # None of the sampled places is spent.
+    run(table, one, 9)
+    assert [row.call for row in table.rows] == [1, 2, 4, 8]
+    assert finished == [8]
+
+
+def spoilt(seed: int = 0, value: float = math.nan) -> Call:
+    """A call whose exact output is not finite, in one row of one head."""
+    given = call(seed=seed)
+    given.q[0, 1, 7, 3] = value
+    return given
+
+
+# case 47
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("bad", "looked_at"), [({0}, 1), ({1}, 1), ({1, 2}, 2), ({0, 4, 8}, 2), ({7}, 1), ({2}, 0)]
+)
+def test_the_next_call_takes_the_place_of_one_that_was_not_finite(bad, looked_at, value) -> None:
+    finished: list[int] = []
+    one, table = layer(), LayerCalibration(Stopwatch())
+    sound = layer(), LayerCalibration(Stopwatch())
+    table.done = lambda settled: finished.append(table.calls)
+    for number in range(8 + len(bad)):
+        if number in bad:
+            table.observe(one, spoilt(number, value))
+        else:
+            table.observe(one, call(seed=number))
+            sound[1].observe(sound[0], call(seed=number))
+    # Calls between the sampled ones are not looked at: they keep their number.
+    assert table.spoilt == looked_at
+    assert [row.call for row in table.rows] == [1, 2, 4, 8]
+    assert finished == [8]
+    assert all(errors.finite for row in table.rows for errors in row.errors.values())
+    assert ("inputs of this layer were not finite" in one.record.notes) == bool(table.spoilt)
+    entry = entry_at(table.table(one), 0.998, by_step=False)
+    assert entry.variant == entry_at(sound[1].table(sound[0]), 0.998, by_step=False).variant
+    assert entry.variant != "sdpa.exact"
+
+
+def test_a_row_that_is_not_compared_spoils_a_sample_too(monkeypatch) -> None:
+    monkeypatch.setattr(measuring, "COMPARED_ROWS", 3)
+    monkeypatch.setattr(measuring, "EMULATED_RUNS", 1)
+    monkeypatch.setattr(measuring, "EMULATED_ROWS", 3)
+    one, table = layer(), LayerCalibration(Stopwatch())
+    table.observe(one, spoilt())
+    assert (table.samples, table.spoilt) == (0, 1)
+
+
+# case 47
+def test_a_layer_whose_inputs_are_never_finite_settles_and_says_so() -> None:
+    finished: list[int] = []
+    one, table = layer(), LayerCalibration(Stopwatch())
+    table.done = lambda settled: finished.append(table.samples)
+    for number in range(capture.MOST_SPOILT + 1):
+        table.observe(one, spoilt(number))
+    assert finished == [0]
+    entry = entry_at(table.table(one), 0.998)
+    assert entry.variant == "sdpa.exact"
+    assert entry.reason == "inputs of this layer were not finite: stays exact"
+
+
+def test_a_calibration_without_end_looks_at_a_bounded_number_of_spoilt_calls() -> None:
+    one, table = layer(), LayerCalibration(Stopwatch())
+    for number in range(capture.MOST_SPOILT + 1):
+        table.observe(one, spoilt(number))
+    # Then their places are spent, as those of any call: the 2nd, 4th, 8th ...
+    assert table.spoilt == capture.MOST_SPOILT + 1
+    table.observe(one, spoilt())
+    assert table.spoilt == capture.MOST_SPOILT + 1
+    table.observe(one, call())
+    assert [row.call for row in table.rows] == [4]
+
+
+def test_within_a_step_the_next_call_takes_the_place() -> None:
+    one, table = layer(), LayerCalibration(Stopwatch())
+    with table.pace.running("a"), one.schedule.at(0, 4):
+        table.observe(one, spoilt())
+        table.observe(one, call())
+    assert [(row.call, row.step) for row in table.rows] == [(1, 0)]
+    assert table.table(one).runs == dict.fromkeys(("sdpa.exact", *table.rows[0].errors), ("a",))
+
+
 def test_a_candidate_that_misses_a_sample_is_left_out() -> None:
     one, table = layer(), LayerCalibration(Stopwatch())
     table.observe(one, call())
@@ -107,7 +215,9 @@ def test_a_candidate_that_does_not_fit_in_memory_costs_only_itself(monkeypatch) 
     out, _ = table.observe(one, given)
     assert torch.equal(out, run_exact(given)[0])
     assert "emulated.sage2_8" not in table.rows[0].errors
+    assert "emulated.sage2_8" in table.rows[0].refused
     assert "emulated.sage1_b" in table.rows[0].errors
+    assert "emulated.sage1_b" not in table.rows[0].refused
     assert one.record.notes == [
         f"emulated.sage2_8 did not fit in memory while measured: {given.spec()}"
     ]
@@ -159,9 +269,9 @@ def test_open_layers_are_not_captured_in_a_graph(monkeypatch) -> None:
 def test_times_cost_a_few_calls_a_kernel_not_a_few_a_layer(monkeypatch) -> None:
     timed: list[str] = []
 
-    def clock(run, device) -> float:
+    def clock(*_) -> CallTime:
         timed.append("run")
-        return 10.0
+        return CallTime(10.0, 0.0)
 
     monkeypatch.setitem(measuring.TIMERS, "cpu", clock)
     # A kernel that is no emulation but runs here: what a CPU makes of a GPU's.
@@ -179,7 +289,7 @@ def test_times_cost_a_few_calls_a_kernel_not_a_few_a_layer(monkeypatch) -> None:
 
 
 def test_nothing_is_timed_where_emulations_may_win(monkeypatch) -> None:
-    def clock(run, device) -> float:
+    def clock(*_) -> CallTime:
         raise AssertionError("timed an emulation")
 
     monkeypatch.setitem(measuring.TIMERS, "cpu", clock)
@@ -234,6 +344,21 @@ class TestCandidates:
         tried = [v.name for v in candidate_variants(spec, layer(emulate=True))]
         assert tried == [f"emulated.{name}" for name in capture.EMULATED_RECIPES]
 
+    def test_what_cannot_serve_a_call_is_refused_for_cause(self, catalogue) -> None:
+        def refused(spec) -> set[str]:
+            tried = candidate_variants(spec, catalogue)
+            return set(refused_by(spec, catalogue, tried))
+
+        plain, masked = refused(HOPPER), refused(replace(HOPPER, mask=MaskKind.ADDITIVE))
+        tried = {v.name for v in candidate_variants(HOPPER, catalogue)}
+        # Kernels of Hopper's own take no such mask; those that were not reached are not refused.
+        assert {name for name in tried if name.startswith("cuda.")} <= masked - plain
+        assert not tried & plain
+        assert all(BY_NAME[name].recipe.name in capture.CANDIDATE_RECIPES for name in masked)
+        # Not unasked: all of them.
+        wide = refused(replace(HOPPER, dtype="fp32", v_dtype="fp32"))
+        assert tried <= wide
+
     def test_given_recipes_replace_the_list(self) -> None:
         spec = call().spec()
         one = layer(emulate=True)
@@ -243,11 +368,8 @@ class TestCandidates:
 
 
 def test_non_finite_values_reach_no_plan() -> None:
-    one, table = layer(), LayerCalibration(Stopwatch())
-    given = call()
-    given.v[0, 0, 0, 0] = math.inf
-    for _ in range(2):
-        table.observe(one, given)
-    made = entry_at(LayerTable("x", "self", tuple(table.rows)), 0.998)
+    # Values behind a mask: the output is finite whatever they are.
+    rows = tuple(sample(n, {"emulated.sage2_8": 0.9995}, v_max=math.inf) for n in (1, 2))
+    made = entry_at(LayerTable("x", "self", rows), 0.998)
     assert made.max_abs_v is None
-    assert made.variant == "sdpa.exact"
+    assert made.variant == "emulated.sage2_8"

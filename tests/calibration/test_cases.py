@@ -14,6 +14,7 @@ import sagepatch
 from sagepatch.backends.catalogue import SDPA
 from sagepatch.calibration import capture, statistics
 from sagepatch.calibration import measure as measuring
+from sagepatch.calibration.timing import CallTime
 from sagepatch.plan import Plan
 
 PICTURE = {"height": 16, "width": 16, "output_type": "latent", "max_sequence_length": 8}
@@ -181,7 +182,7 @@ def test_a_layer_whose_kernels_are_slower_than_exact_stays_exact_and_says_so(mon
     monkeypatch.setattr(capture, "wide_stays_exact", lambda *_: None)
     monkeypatch.setattr(capture, "failure", lambda variant, gpu: None)
     times = iter([100.0, 150.0] * 100)
-    monkeypatch.setitem(measuring.TIMERS, "cpu", lambda run, device: next(times))
+    monkeypatch.setitem(measuring.TIMERS, "cpu", lambda *_: CallTime(next(times), 0.0))
     model, x = stack(1), tokens()
     table = sagepatch.calibrate(model, run=lambda: [model(x), model(x)])
     (entry,) = table.plan(0.9).entries

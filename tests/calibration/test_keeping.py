@@ -59,9 +59,10 @@ def test_one_at_a_time_keeps_what_all_at_once_keep() -> None:
     }
 
 
-def test_a_sample_that_a_candidate_could_not_serve_is_kept() -> None:
+def test_a_sample_that_refused_a_candidate_is_kept() -> None:
     every = rows(random.Random(4), 40, False)
-    lacks = replace(every[17], errors={name: every[17].errors[name] for name in NAMES[:2]})
+    kept_errors = {name: every[17].errors[name] for name in NAMES[:2]}
+    lacks = replace(every[17], errors=kept_errors, refused=NAMES[2:])
     every[17] = lacks
     assert lacks in kept(every)
     assert LayerTable("a", "self", kept(every)).names == NAMES[:2]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from models.layers import call
 
 from sagepatch.backends.catalogue import BY_NAME, SDPA
 from sagepatch.calibration import measure as measuring
-from sagepatch.calibration.measure import Stopwatch, measure
+from sagepatch.calibration.measure import Stopwatch, all_finite, measure
+from sagepatch.calibration.timing import CallTime, cuda_time_us
 from sagepatch.numerics.metrics import compare
 from sagepatch.ops import run_exact, run_variant
 
@@ -18,12 +21,12 @@ FAST = BY_NAME["emulated.sage2_8"]
 @pytest.fixture
 def timer(monkeypatch):
     """Counts what a clock for the CPU was asked to time; each reading is a unit higher."""
-    asked: list[torch.device] = []
+    asked: list[tuple[torch.device, bool]] = []
 
-    def read(run, device) -> float:
+    def read(run, device, thorough) -> CallTime:
         run()
-        asked.append(device)
-        return 100.0 + len(asked)
+        asked.append((device, thorough))
+        return CallTime(100.0 + len(asked), 7.0)
 
     monkeypatch.setitem(measuring.TIMERS, "cpu", read)
     return asked
@@ -81,7 +84,30 @@ def test_times_are_taken_twice_and_shared(timer) -> None:
     watch.us(FAST, other, other.spec())
     watch.us(SDPA, other, other.spec())
     assert len(timer) == measuring.ROUNDS + 2
-    assert set(timer) == {torch.device("cpu")}
+    # A first look, then with care.
+    assert timer == [(torch.device("cpu"), care) for care in (False, True, False, True)]
+
+
+# Once wrong: exact attention looked slow at first sight, and nobody looked again.
+def test_exact_attention_is_timed_twice_and_with_care(monkeypatch) -> None:
+    times = {SDPA.name: iter([409.0, 34.0]), FAST.name: iter([57.0, 55.0])}
+    asked = []
+    name = SDPA.name
+
+    def read(run, device, thorough) -> CallTime:
+        asked.append((name, thorough))
+        return CallTime(next(times[name]), 0.0)
+
+    monkeypatch.setitem(measuring.TIMERS, "cpu", read)
+    watch, one = Stopwatch(), call()
+    for _ in range(3):
+        found = {}
+        for variant in (SDPA, FAST):
+            name = variant.name
+            found[name] = watch.us(variant, one, one.spec())
+    assert found == {SDPA.name: 34.0, FAST.name: 57.0}
+    assert asked[:2] == [(SDPA.name, True), (FAST.name, False)]
+    assert asked[2] == (SDPA.name, True)
 
 
 def test_a_cpu_has_no_times_that_mean_anything() -> None:
@@ -94,6 +120,20 @@ def test_a_cpu_has_no_times_that_mean_anything() -> None:
 def test_a_gpu_is_timed_on_the_device_of_the_call() -> None:
     last = torch.device("cuda", torch.cuda.device_count() - 1)
     x = torch.randn(2048, 2048, device=last)
-    us = measuring.cuda_time_us(lambda: x @ x, last)
+    us = cuda_time_us(lambda: x @ x, last)
     assert 1 < us < 1e6
     assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_one_number_that_is_not_finite_is_found_wherever_it_is(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    out = torch.full((2, 3, 40, 8), largest, dtype=dtype)
+    out[0, 0] = -largest
+    assert all_finite(out).item()
+    for value in (math.nan, math.inf, -math.inf):
+        for at in ((0, 0, 0, 0), (1, 2, 39, 7), (1, 0, 21, 3)):
+            bad = out.clone()
+            bad[at] = value
+            assert not all_finite(bad).item()
+            assert not all_finite(bad.transpose(1, 2)).item()

@@ -43,6 +43,21 @@ def test_a_sample_that_two_tables_hold_counts_once() -> None:
     assert unnamed.merge(unnamed).layers[0].samples == 2
 
 
+def test_calls_that_were_not_finite_add_up() -> None:
+    one, two = replace(table(), spoilt=3), replace(table(), spoilt=2)
+    both = calibration(one).merge(calibration(two))
+    assert both.layers[0].spoilt == 5
+    reason = both.plan().entries[0].reason
+    assert reason == "inputs of this layer were not finite: stays exact"
+    seen = both.merge(calibration(table(row(1))))
+    assert seen.plan().entries[0].reason == (
+        "only 1 of 2 samples seen, inputs of this layer were not finite in others: stays exact"
+    )
+    assert seen.plan(budget=0.1).entries[0].reason == seen.plan().entries[0].reason
+    # Enough samples decide, whatever else was seen.
+    assert seen.merge(calibration(table(row(2)))).plan().entries[0].variant == FAST
+
+
 def test_runs_and_their_time_add_up() -> None:
     one = calibration(runs=("a",), run_seconds=1.0, measuring_seconds=0.5)
     two = calibration(runs=("b", "a"), run_seconds=2.0, measuring_seconds=1.0)
@@ -57,10 +72,11 @@ def test_one_process_whose_prompts_a_kernel_spoils_decides() -> None:
         assert good.merge(calibration(table(bad))).plan().entries[0].variant == "sdpa.exact"
 
 
-def test_a_candidate_must_have_served_in_every_process_that_saw_the_layer() -> None:
+def test_a_candidate_refused_in_one_process_stays_refused() -> None:
     wide = calibration(table(sample(1, {FAST: 0.9995, SAFE: 0.9999})))
-    narrow = calibration(table(sample(1, {SAFE: 0.9999})))
-    assert list(wide.merge(narrow).layers[0].candidates) == [SAFE]
+    narrow = calibration(table(replace(sample(1, {SAFE: 0.9999}), refused=(FAST,))))
+    for both in (wide.merge(wide, narrow), narrow.merge(wide, wide)):
+        assert list(both.layers[0].candidates) == [SAFE]
     unseen = calibration(table())
     assert wide.merge(unseen) == wide == unseen.merge(wide)
     assert unseen.merge(unseen) == unseen
@@ -105,7 +121,7 @@ def test_of_two_measurements_of_one_call_the_worse_counts() -> None:
 def test_what_one_process_had_no_time_for_is_taken_from_the_other() -> None:
     whole = sample(1, {FAST: 0.9999, SAFE: 0.99999}, run="a")
     short = replace(sample(1, {FAST: 0.9999}, run="a"), skipped=(SAFE,))
-    failed = sample(1, {FAST: 0.9999}, run="a")
+    failed = replace(sample(1, {FAST: 0.9999}, run="a"), refused=(SAFE,))
 
     def names(*rows):
         tables = [calibration(LayerTable("x", "self", (row,)), runs=("a",)) for row in rows]

@@ -226,3 +226,30 @@ def test_remedies_are_looked_for_where_there_is_time() -> None:
     # All steps were measured: remedies took nothing from them.
     measured = {step for step, due in pace._walks[8].decided.items() if due}
     assert measured == set(sampled_steps(8))
+
+
+# Once wrong: a short run on a GPU spent half a second on remedies before it knew how short it was.
+@pytest.mark.parametrize(("layer_s", "found"), [(0.002, False), (1.0, True)])
+def test_samples_that_share_an_account_spend_on_remedies_what_it_has(layer_s, found) -> None:
+    clock, looked = Clock(), []
+    pace = Pace(clock, layers=6)
+    with pace.running("a"):
+        for step in range(4):
+            place = Place(step, 4)
+            for _ in range(6):
+                clock.now += layer_s
+                if pace.due(place, 1):
+                    with pace.measuring(place, CPU):
+                        clock.now += 0.001
+                        if pace.spares(place):
+                            looked.append(step)
+                            with pace.diagnosing(place):
+                                clock.now += 0.2
+    assert bool(looked) is found
+    assert pace.measuring_seconds <= pace.run_seconds
+
+
+def test_a_model_that_calibrates_itself_is_diagnosed_too() -> None:
+    pace = Pace(Clock(), layers=6)
+    assert pace.spares(Place(0, 4))
+    assert pace.spares(None)

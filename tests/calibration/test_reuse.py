@@ -11,7 +11,7 @@ from models.layers import call, entry, layer
 from sagepatch.backends.catalogue import BY_NAME, CATALOGUE, SDPA
 from sagepatch.calibration import measure as measuring
 from sagepatch.calibration import reuse
-from sagepatch.calibration.choose import LEAST_GAIN_US
+from sagepatch.calibration.choose import LEAST_GAIN
 from sagepatch.calibration.measure import Stopwatch
 from sagepatch.calibration.reuse import (
     FirstLook,
@@ -21,6 +21,7 @@ from sagepatch.calibration.reuse import (
     native,
     stale,
 )
+from sagepatch.calibration.timing import CallTime
 from sagepatch.dispatch import Request
 from sagepatch.errors import KernelUnavailable
 from sagepatch.ops import run_exact
@@ -52,6 +53,14 @@ class TestFirstLook:
         assert look.observe(one, call()) is None
         assert told == ["settled: kept"]
         assert one.runs == FAST
+
+    @pytest.mark.parametrize("size", [{"B": 0}, {"Sq": 0}, {"Skv": 0}, {"H": 0}])
+    def test_a_call_without_rows_decides_nothing(self, size: dict[str, int]) -> None:
+        look, told = self.look(measured="1x2x33x47x32 fp32")
+        found = look.observe(layer(), call(**size))
+        assert found is not None
+        assert found[0].shape == call(**size).q.shape
+        assert told == []
 
     @pytest.mark.parametrize(
         "measured",
@@ -87,12 +96,12 @@ class TestTimeAgain:
         name = {"now": ""}
         original = Stopwatch.us
 
-        def us(self, variant, given, spec):
+        def us(self, variant, given, spec, again=True):
             name["now"] = variant.name
             return original(self, variant, given, spec)
 
         monkeypatch.setattr(Stopwatch, "us", us)
-        monkeypatch.setitem(measuring.TIMERS, "cpu", lambda run, device: speeds[name["now"]])
+        monkeypatch.setitem(measuring.TIMERS, "cpu", lambda *_: CallTime(speeds[name["now"]], 0.0))
         return speeds
 
     def settled(self, made, one=None):
@@ -104,6 +113,13 @@ class TestTimeAgain:
         observer = TimeAgain(made, Stopwatch(), settle)
         result = observer.observe(one or layer(), call())
         return result, found[0]
+
+    @pytest.mark.parametrize("size", [{"B": 0}, {"Sq": 0}, {"Skv": 0}, {"H": 0}])
+    def test_a_call_without_rows_is_not_timed(self, clock, size: dict[str, int]) -> None:
+        found: list[str] = []
+        observer = TimeAgain(entry("x", FAST), Stopwatch(), lambda *_: found.append("settled"))
+        assert observer.observe(layer(), call(**size)) is not None
+        assert found == []
 
     def test_the_fastest_accurate_one_is_taken(self, clock) -> None:
         made = entry("x", SAFE, alternatives={FAST: 1})
@@ -130,10 +146,10 @@ class TestTimeAgain:
 
     def test_a_kernel_that_gains_too_little_here_is_not_taken(self, clock) -> None:
         clock[FAST] = 80.0
-        clock[SDPA.name] = clock[FAST] + LEAST_GAIN_US - 1
+        clock[SDPA.name] = clock[FAST] / (1 - LEAST_GAIN) - 1
         _, new = self.settled(entry("x", FAST))
         assert (new.variant, new.alternatives) == (SDPA.name, {FAST: 1})
-        clock[SDPA.name] = clock[FAST] + LEAST_GAIN_US
+        clock[SDPA.name] = clock[FAST] / (1 - LEAST_GAIN) + 1e-9
         assert self.settled(entry("x", FAST))[1].variant == FAST
 
     # Once wrong: it raised out of the user's generation.

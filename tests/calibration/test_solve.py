@@ -13,7 +13,7 @@ from models.layers import calibration as layers_of
 from models.layers import sample
 
 from sagepatch.backends.catalogue import SDPA
-from sagepatch.calibration.choose import LEAST_GAIN_US
+from sagepatch.calibration.choose import LEAST_GAIN
 from sagepatch.calibration.solve import (
     Option,
     combined,
@@ -166,7 +166,7 @@ def test_a_solver_takes_no_kernel_that_gains_too_little():
         return tuple(sample(n, one, us=times, us_exact=100.0) for n in (1, 2))
 
     for bound in ({"budget": 1.0}, {"time_us": 1}, {"threshold": 0.9}):
-        pays = 100.0 - LEAST_GAIN_US
+        pays = 100.0 - 100.0 * LEAST_GAIN
         for us, wanted in ((pays, "emulated.sage2_8"), (pays + 1, SDPA.name)):
             made = layers_of(LayerTable("a", "self", rows(us)))
             assert variants(made.plan(**bound)) == [wanted]

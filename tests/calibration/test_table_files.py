@@ -33,7 +33,7 @@ def made() -> Calibration:
         Remedy("", "sage2_8", "call 1", 0.9, 0.4, 1.1, FAST),
         Remedy("rotation", "sage2_8", "call 1", 0.99, 0.1, 1.0, None),
     )
-    layers = LayerTable("a", "self", rows, tried), LayerTable("b", "joint")
+    layers = LayerTable("a", "self", rows, tried), LayerTable("b", "joint", spoilt=3)
     return calibration(*layers, runs=("a",), run_seconds=2.0, measuring_seconds=1.0)
 
 
@@ -42,6 +42,15 @@ def test_a_table_is_a_file(tmp_path) -> None:
     assert Calibration.load(tmp_path / "table.json") == made()
     assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
     assert "Infinity" not in (tmp_path / "table.json").read_text()
+
+
+def test_files_that_do_not_count_spoilt_calls_have_none(tmp_path) -> None:
+    made().save(tmp_path / "table.json")
+    values = json.loads((tmp_path / "table.json").read_text())
+    for one in values["layers"]:
+        del one["spoilt"]
+    (tmp_path / "older.json").write_text(json.dumps(values))
+    assert [one.spoilt for one in Calibration.load(tmp_path / "older.json").layers] == [0, 0]
 
 
 def changed(**changes) -> str:
@@ -64,8 +73,8 @@ def layer(**changes) -> list:
     [
         ("{", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
-        ("[]", "schema 'list', needs 1"),
-        (changed(schema=2), "schema 2, needs 1): calibrate anew"),
+        ("[]", "schema 'list', needs 2"),
+        (changed(schema=3), "schema 3, needs 2): calibrate anew"),
         ("{}", "schema None"),
         (changed(layers=None), "no whole table"),
         (changed(layers=[{}]), "KeyError"),
@@ -211,3 +220,33 @@ class TestGoingOn:
         for count in (1, 2, 3):
             table = sagepatch.calibrate(model, run=run, table=path, emulate=True)
             assert {one.samples for one in table.layers} == {count}
+
+
+def test_what_was_refused_and_the_runs_come_back(tmp_path) -> None:
+    rows = tuple(
+        replace(one, refused=("triton.sage1_vb",), skipped=("triton.sage1_b",))
+        for one in (sample(1, {"triton.sage2_8": 0.9999}, run="a"),)
+    )
+    runs = {"sdpa.exact": ("a", "b", ""), "triton.sage2_8": ("a", "")}
+    made = calibration(LayerTable("x", "self", rows, (), runs))
+    made.save(tmp_path / "table.json")
+    assert Calibration.load(tmp_path / "table.json") == made
+
+
+# Files of schema 1 say neither what was refused nor which runs were not kept.
+def test_an_older_table_counts_what_a_sample_lacks_as_refused(tmp_path) -> None:
+    wide = sample(1, {"triton.sage2_8": 0.9999, "triton.sage1_b": 0.9999}, run="a")
+    narrow = sample(2, {"triton.sage2_8": 0.9999}, run="b")
+    short = replace(narrow, call=3, skipped=("triton.sage1_b",))
+    made = calibration(LayerTable("x", "self", (wide, narrow, short)))
+    made.save(tmp_path / "table.json")
+    data = json.loads((tmp_path / "table.json").read_text())
+    data["schema"] = 1
+    del data["layers"][0]["runs"]
+    for row in data["layers"][0]["rows"]:
+        del row["refused"]
+    (tmp_path / "old.json").write_text(json.dumps(data))
+    (layer,) = Calibration.load(tmp_path / "old.json").layers
+    assert [row.refused for row in layer.rows] == [(), ("triton.sage1_b",), ()]
+    assert layer.names == ("triton.sage2_8",)
+    assert layer.prompts() == 2

@@ -10,10 +10,12 @@ from torch import nn
 
 from sagepatch.backends.catalogue import BY_NAME
 from sagepatch.calibration.measure import TIMERS
+from sagepatch.calibration.timing import CallTime
 from sagepatch.cli import forward_times
 from sagepatch.cli.forward_cost import Cost, Shape, Times, cost, gain
 from sagepatch.cli.forward_count import Asked, count
-from sagepatch.cli.forward_inputs import FORWARDS, Size
+from sagepatch.cli.forward_inputs import FORWARDS
+from sagepatch.cli.forward_sizes import Size
 from sagepatch.patchers.model import Parts, search
 
 SHAPE = Shape(1, 24, 24, 4608, 4608, 128, 128, mask=False, causal=False)
@@ -83,15 +85,9 @@ def test_times_are_the_lowest_of_each_tier(monkeypatch: pytest.MonkeyPatch) -> N
     said = {"sdpa.exact": [90.0, 80.0], names[0]: [50.0, 55.0], names[1]: [40.0, 48.0]}
     # Too slow to be the fastest: timed once.
     said[names[2]] = [70.0]
-    running: list[str] = []
-
-    def load(entry: str) -> object:
-        # Every kernel asks for its code before it is timed.
-        return running.append(entry)
-
     order = iter([*said["sdpa.exact"], *(us for name in names for us in said[name])])
-    monkeypatch.setitem(TIMERS, "cpu", lambda run, device: next(order))
-    monkeypatch.setattr("sagepatch.calibration.measure.load", load)
+    monkeypatch.setitem(TIMERS, "cpu", lambda *_: CallTime(next(order), 0.0))
+    monkeypatch.setattr("sagepatch.calibration.measure.run_variant", lambda variant, call: None)
     monkeypatch.setattr(forward_times, "candidate_variants", lambda spec, layer: kernels)
     small = Shape(1, 2, 1, 8, 8, 16, 16, mask=True, causal=False)
     seen: list[int] = []
@@ -103,7 +99,7 @@ def test_times_are_the_lowest_of_each_tier(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_rate_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward_times, "SIDE", 64)
-    monkeypatch.setitem(TIMERS, "cpu", lambda run, device: 2.0)
+    monkeypatch.setitem(TIMERS, "cpu", lambda *_: CallTime(2.0, 0.0))
     assert forward_times.rate(torch.device("cpu")) == 64**3
 
 
@@ -128,3 +124,37 @@ def test_what_cannot_be_counted_says_why() -> None:
     (own,) = count({"": nn.Linear(2, 2)}, (), Asked())
     assert own.cost is None
     assert own.why_not == "what a forward of Linear takes is not known here"
+
+
+def test_experts_are_counted_and_what_eager_attention_does() -> None:
+    """Transformers multiplies experts in grouped products that no counter knows, and cannot on the
+    meta device in FP32; a soft cap has no SDPA.
+    """
+    from transformers import (
+        AttentionInterface,
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        MixtralConfig,
+        MixtralForCausalLM,
+    )
+
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    asked, tokens = Asked(tokens=10), 10
+    with torch.device("meta"):
+        experts = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4))
+        capped = Gemma2ForCausalLM(Gemma2Config(**sizes, attn_implementation="eager"))
+    projections = 2 * tokens * 32 * (32 + 16 + 16 + 32)
+    outer = 2 * tokens * 32 * 50
+    of_two_experts = 2 * (2 * tokens) * (32 * 128 + 64 * 32)
+    (made,) = count({"": experts}, search(Parts("", {"": experts})).sites, asked)
+    assert made.cost is not None, made.why_not
+    assert made.cost.rest == projections + outer + 2 * tokens * 32 * 4 + of_two_experts
+    assert [str(one) for one in made.shapes["model.layers.0.self_attn"]] == ["1x4/2x10x10x8 causal"]
+    (made,) = count({"": capped}, search(Parts("", {"": capped})).sites, asked)
+    assert made.cost is not None, made.why_not
+    assert made.cost.rest == projections + outer + 2 * tokens * 3 * 32 * 64
+    assert [str(one) for one in made.shapes["model.layers.0.self_attn"]] == ["1x4/2x10x10x8 causal"]
+    assert capped.config._attn_implementation == "eager"
+    assert "sagepatch_counted" not in AttentionInterface._global_mapping
+    assert experts.config._experts_implementation == "grouped_mm"

@@ -143,6 +143,13 @@ class TestExplain:
         assert spec["sinks"]
         assert spec["packed"]
 
+    # case 62
+    def test_a_gpu_that_no_kernel_is_made_for_is_told_so(self, sage: Sage) -> None:
+        said = sage("explain", "1x24x4608x4608x128", "--arch", 75).out.replace("\n", " ")
+        assert "sdpa.exact (no kernel is made for sm_75, only for sm_80, sm_86" in said
+        short = sage("explain", "1x24x64x64x128", "--arch", 90).out.replace("\n", " ")
+        assert "sdpa.exact (short: 64 queries and 64 keys" in short
+
     def test_what_cannot_be_served_is_code_4(self, sage: Sage) -> None:
         ended = sage("explain", "1x1x64x64x640", "--variant", "emulated.sage1_b")
         assert ended.code == 4

@@ -100,6 +100,17 @@ class TestFlux:
         assert ended.out.count("emulated.sage2pp_8") == 4
         assert Path("r.html").read_text().startswith("<!")
 
+    @pytest.mark.parametrize("compare", [(), ("--compare",)])
+    def test_a_plan_for_another_model_is_refused_before_the_run(
+        self, sage: Sage, tiny_llama: Path, compare: tuple[str, ...]
+    ) -> None:
+        made = sage("calibrate", tiny_llama, "--prompt", "a cat", "--tokens", 2, "--emulate")
+        assert made.code == 0, made.err
+        ended = sage(*FLUX, "--plan", "plan.json", *compare)
+        assert ended.code == 4
+        assert "layers that this model has not" in ended.err
+        assert not list(Path().glob("*.png"))
+
     def test_a_budget_takes_the_place_of_a_threshold(self, sage: Sage) -> None:
         wanted = ("calibrate", "flux", "--prompt", "a", *SMALL, "--emulate")
         made = sage(*wanted, "--budget", 0)

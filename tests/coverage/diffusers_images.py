@@ -159,7 +159,8 @@ IMAGES = (
             "axes_dims_rope": (64, 32, 32),
             "llama_layers": (*range(32), *(31,) * 16),
         },
-        remark="padded keys are set to zero, not masked",
+        Size(128, 128, text=128),
+        "padded keys are set to zero, not masked",
     ),
     Family(
         "Lumina 2",
@@ -181,7 +182,8 @@ IMAGES = (
         inputs.lumina2,
         Size(16, 16, text=9, batch=2),
         {"cap_feat_dim": 2304},
-        remark="key heads are repeated by hand before the call",
+        Size(128, 128, text=256),
+        "key heads are repeated by hand before the call",
     ),
     Family(
         "AuraFlow",

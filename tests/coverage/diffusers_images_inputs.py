@@ -103,7 +103,7 @@ def z_image(c: Any, size: Size) -> Inputs:
 
 def hidream(c: Any, size: Size) -> Inputs:
     width = c.caption_channels
-    return {
+    given: Inputs = {
         "hidden_states": noise(size.batch, c.in_channels, size.height, size.width),
         "timesteps": steps(size),
         "encoder_hidden_states_t5": noise(size.batch, size.text, width[0], seed=2),
@@ -112,14 +112,28 @@ def hidream(c: Any, size: Size) -> Inputs:
         ),
         "pooled_embeds": noise(size.batch, c.text_emb_dim, seed=4),
     }
+    if not given["timesteps"].is_meta:
+        return given
+    # The model's own packing writes the picture's size into a tensor and reads it again.
+    rows, columns = size.height // c.patch_size, size.width // c.patch_size
+    packed = noise(size.batch, rows * columns, c.in_channels * c.patch_size**2)
+    return {
+        **given,
+        "hidden_states": packed,
+        "hidden_states_masks": torch.ones(size.batch, rows * columns),
+        "img_ids": torch.zeros(size.batch, rows * columns, 3),
+        "img_sizes": [(rows, columns)] * size.batch,
+    }
 
 
 def lumina2(c: Any, size: Size) -> Inputs:
+    with torch.device("cpu"):  # the model reads how much text is kept
+        mask = kept(size)
     return {
         "hidden_states": noise(size.batch, c.in_channels, size.height, size.width),
         "timestep": steps(size, 0.5),
         "encoder_hidden_states": noise(size.batch, size.text, c.cap_feat_dim, seed=2),
-        "encoder_attention_mask": kept(size),
+        "encoder_attention_mask": mask,
     }
 
 

@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from diffusers.models.transformers.transformer_hidream_image import MOEFeedForwardSwiGLU
 from diffusers_family import Family
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -79,11 +80,21 @@ def count_rest(model: nn.Module, family: Family, seen: _Attention) -> int:
     nothing_padded = mock.patch(
         "torch.fx.experimental._config.meta_nonzero_assume_all_nonzero", True
     )
-    with torch.device("meta"), torch.no_grad(), no_autocast, nothing_padded:
+    even = mock.patch.object(MOEFeedForwardSwiGLU, "moe_infer", _even)
+    with torch.device("meta"), torch.no_grad(), no_autocast, nothing_padded, even:
         inputs = family.inputs(model.config, family.usual)
         with FlopCounterMode(display=False) as rest, seen:
             model(**inputs)
     return rest.get_total_flops()
+
+
+def _even(experts: Any, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    """HiDream's experts where each gets as many tokens as any other."""
+    share, left = divmod(len(indices), len(experts.experts))
+    assert not left
+    for expert in experts.experts:
+        expert(x.new_empty(share, x.shape[-1]))
+    return x
 
 
 class _Attention(TorchFunctionMode):
@@ -97,6 +108,11 @@ class _Attention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # HunyuanVideo 1.5 puts what it keeps of its text first and what it drops last: all of it.
+        if func is Tensor.__invert__:
+            return torch.zeros(args[0].shape, dtype=torch.bool, device="cpu")
+        if func is torch.all:
+            return torch.tensor(False, device="cpu")
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         return self._count(*args, **kwargs)

@@ -100,9 +100,10 @@ VIDEOS = (
             "image_embed_dim": 16,
             "target_size": 16,
         },
-        inputs.hunyuan_video15,
+        inputs.hunyuan_video15_usual,
         Size(6, 6, 2, batch=2),
         {},
+        Size(30, 53, 31, text=1000),
     ),
     Family(
         "Wan 2.1 / 2.2, text to video",

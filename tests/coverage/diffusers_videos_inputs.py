@@ -50,6 +50,19 @@ def hunyuan_video15(c: Any, size: Size) -> Inputs:
     }
 
 
+def hunyuan_video15_usual(c: Any, size: Size) -> Inputs:
+    """Where shapes are counted, glyphs have 256 tokens and the first picture 729."""
+    given = hunyuan_video15(c, size)
+    if not given["timestep"].is_meta:
+        return given
+    return {
+        **given,
+        "encoder_hidden_states_2": noise(size.batch, 256, c.text_embed_2_dim),
+        "encoder_attention_mask_2": torch.ones(size.batch, 256),
+        "image_embeds": noise(size.batch, 729, c.image_embed_dim),
+    }
+
+
 def wan(c: Any, size: Size) -> Inputs:
     given = {
         "hidden_states": _volume(c, size),

@@ -10,7 +10,7 @@ from gpu.placed import HOPPER, KERNEL
 
 from sagepatch.backends import selfcheck, unusable
 from sagepatch.backends.catalogue import BY_NAME
-from sagepatch.calibration.measure import cuda_time_us
+from sagepatch.calibration.timing import cuda_time_us
 from sagepatch.dispatch import Request
 from sagepatch.layer import PatchedLayer, Policy
 from sagepatch.ops import run_layer

@@ -14,7 +14,7 @@ from sagepatch.numerics.recipe import Recipe
 from sagepatch.spec import Call
 
 LOG2E = 1 / math.log(2)
-MMA_KEYS = {"fp16": 16, "e4m3": 32, "e5m2": 32, "int8": 32}
+MMA_KEYS = {"fp16": 16, "bf16": 16, "e4m3": 32, "e5m2": 32, "int8": 32}
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -60,6 +60,8 @@ def value_channels(v: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch
         ]
         scale = torch.tensor(powers)
         return (v / scale).half().double(), scale.double()
+    if recipe.pv == "bf16":
+        return v.bfloat16().double(), torch.ones_like(amax).double()
     x = v * torch.where(amax > 0, recipe.v_range / amax, 0.0)
     codes = torch.round(x) if recipe.pv == "int8" else x.to(FLOAT8[recipe.pv]).float()
     return codes.double(), (amax / recipe.v_range).double()
@@ -69,6 +71,8 @@ def probability_codes(p: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     x = p.float() * recipe.p_range
     if recipe.pv == "fp16":
         return x.half().double()
+    if recipe.pv == "bf16":
+        return x.bfloat16().double()
     return (torch.round(x) if recipe.pv == "int8" else x.to(FLOAT8[recipe.pv]).float()).double()
 
 

@@ -30,11 +30,11 @@ def equal_keys(v: torch.Tensor) -> Call:
 
 
 def sums(call: Call, recipe: Recipe) -> float:
-    """The sum of codes of P times codes of V that a recipe arrives at; FP16 values are their own
+    """The sum of codes of P times codes of V that a recipe arrives at; 16-bit values are their own
     codes, other formats map the largest value, here 1, to V_r.
     """
     out, _ = emulate(call, recipe)
-    v_range = 1.0 if recipe.pv == "fp16" else recipe.v_range
+    v_range = 1.0 if recipe.pv in ("fp16", "bf16") else recipe.v_range
     return out.item() * call.k.shape[2] * recipe.p_range * v_range
 
 

@@ -142,7 +142,7 @@ def test_one_key_gives_v_and_no_key_gives_zeros(recipe: Recipe) -> None:
     call = normal(Sq=5, Skv=1)
     out, _ = emulate(call, recipe)
     # Each channel of V is a group of its own, whose one value is its largest: a code, exactly.
-    tolerance = 5e-4 if recipe.pv == "fp16" else 1e-6
+    tolerance = {"fp16": 5e-4, "bf16": 4e-3}.get(recipe.pv, 1e-6)
     torch.testing.assert_close(out, call.v.expand_as(out), rtol=tolerance, atol=1e-6)
     out, lse = emulate(normal(Sq=5, Skv=0), recipe)
     assert torch.equal(out, torch.zeros(2, 3, 5, 64))

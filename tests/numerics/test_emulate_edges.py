@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from backends.kernel_contract import what_a_mask_adds_is_as_in_sdpa
 from numerics_support import (
     bound,
     check,
@@ -71,6 +72,21 @@ def test_one_mask_in_many_forms_gives_one_output(recipe: Recipe) -> None:
         out, _ = emulate(replace(call, attn_mask=lowest), recipe)
         rows = keep.any(3, keepdim=True).expand_as(out)
         torch.testing.assert_close(out[rows], want[0][rows], atol=2e-2, rtol=0)
+
+
+# Once wrong: the emulator clamped +inf to a number.
+@every_recipe
+def test_what_is_no_number_in_a_mask_spoils_its_row_as_in_sdpa(recipe: Recipe) -> None:
+    what_a_mask_adds_is_as_in_sdpa(emulate, normal(B=1, Sq=140, Skv=140), recipe)
+    if recipe.exact:
+        return
+    call = normal(B=1, Sq=140, Skv=140)
+    mask = torch.zeros(140, 140)
+    mask[3, 7], mask[5, 9], mask[8, 2] = math.inf, math.nan, torch.finfo(mask.dtype).max
+    want = F.scaled_dot_product_attention(call.q, call.k, call.v, mask).isnan()
+    assert want.any(3).sum() == 2 * call.q.shape[1]
+    for found in (exact, lambda one: emulate(one, recipe)):
+        assert torch.equal(found(replace(call, attn_mask=mask))[0].isnan(), want)
 
 
 # case 18

@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 import torch
 from models.layers import call, layer
+from models.virtual_gpu import VirtualGpu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sagepatch import layer as layers
-from sagepatch.backends import prepared
+from sagepatch.backends import memory, prepared
 from sagepatch.backends.catalogue import BY_NAME
 from sagepatch.backends.cuda import attention as cuda
 from sagepatch.backends.triton import attention as triton
-from sagepatch.calibration.measure import Stopwatch, cuda_time_us
+from sagepatch.calibration.measure import Stopwatch
+from sagepatch.calibration.timing import CallTime, cuda_time_us
 from sagepatch.dispatch import Request, candidates
 from sagepatch.numerics.recipe import RECIPES
 from sagepatch.spec import Call
@@ -37,7 +39,8 @@ class Devices:
 
     @contextmanager
     def entered(self, device: Any) -> Iterator[None]:
-        before, self.current = self.current, torch.device(device).index
+        number = device if isinstance(device, int) else torch.device(device).index
+        before, self.current = self.current, number
         try:
             yield
         finally:
@@ -94,12 +97,13 @@ class Begun(Exception):
 def test_a_first_call_on_hopper_happens_on_the_device_of_its_tensors(
     device: str, devices: Devices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def begun(*args: Any, raw_q: bool) -> None:
+    def begun(*args: Any, **options: Any) -> None:
         devices.launch()
         raise Begun
 
     monkeypatch.setattr(cuda, "form_of", begun)
-    monkeypatch.setattr(prepared, "kind_of", lambda call: ("never seen", device))
+    monkeypatch.setattr(prepared, "addresses_of", lambda call: (0,) * 6)
+    monkeypatch.setattr(prepared, "kind_of", lambda call, look: ("never seen", device))
     with pytest.raises(Begun):
         cuda.run(fake_call(device), RECIPES["sage2_8"])
     assert devices.launched == [torch.device(device).index]
@@ -110,20 +114,29 @@ def test_a_first_call_on_hopper_happens_on_the_device_of_its_tensors(
 def test_a_later_call_happens_on_the_device_of_its_tensors(
     device: str, devices: Devices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, empty = [], torch.empty
+    asked: list[tuple[str, int]] = []
 
-    def empty_there(shape: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        asked.append(device)
-        return empty(shape, dtype=dtype)
+    def empty(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+        asked.append(("tensor", devices.current))
+        return torch.empty_strided(shape, strides, dtype=dtype)
 
+    def take(size: int, stream: int) -> int:
+        asked.append(("scratch", devices.current))
+        return 4096
+
+    monkeypatch.setattr(memory, "empty", empty)
+    monkeypatch.setattr(memory, "take", take)
+    monkeypatch.setattr(memory, "give", lambda address: asked.append(("given", devices.current)))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: devices.current, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda number: 7, raising=False)
     known: Any = devices.launch  # a chain is called with the device number first
     made = prepared.Prepared(known, 64, fake_call(device), RECIPES["sage2_8"], 1.0)
-    monkeypatch.setattr(torch, "empty", empty_there)
-    out, lse = made(0, 0, 0, 1.0)
+    out, lse = made((0,) * 6, 1.0, made.form)
     assert tuple(out.shape) == (1, 2, 64, 64)
     assert lse is not None
-    assert asked == [torch.device(device)] * 3  # output, log-sum-exp, scratch
-    assert devices.launched == [torch.device(device).index]
+    number = torch.device(device).index
+    assert asked == [(what, number) for what in ("tensor", "tensor", "scratch", "given")]
+    assert devices.launched == [number]
     assert devices.current == 0
 
 
@@ -131,15 +144,13 @@ def test_a_later_call_happens_on_the_device_of_its_tensors(
 def test_a_kernel_is_timed_on_the_device_of_its_tensors(
     device: str, devices: Devices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Event:
-        def __init__(self, enable_timing: bool) -> None: ...
-        def record(self) -> None: ...
-        def synchronize(self) -> None: ...
-        def elapsed_time(self, end: Event) -> float:
-            return 1.0
+    gpu = VirtualGpu(monkeypatch)
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    assert cuda_time_us(devices.launch, torch.device(device)) == 1e3
+    def launch() -> None:
+        devices.launch()
+        gpu.queue(10.0, 1e3)
+
+    assert cuda_time_us(launch, torch.device(device)) == pytest.approx(1e3)
     assert set(devices.launched) == {torch.device(device).index}
     assert devices.current == 0
 
@@ -178,7 +189,7 @@ def test_times_of_two_kinds_of_gpu_are_kept_apart(monkeypatch: pytest.MonkeyPatc
     from sagepatch.calibration import measure
 
     times = iter((10.0, 10.0, 20.0, 20.0))
-    monkeypatch.setitem(measure.TIMERS, "cuda", lambda run, device: next(times))
+    monkeypatch.setitem(measure.TIMERS, "cuda", lambda *_: CallTime(next(times), 0.0))
     stopwatch, one, exact = Stopwatch(), call(), BY_NAME[EXACT]
     for _ in range(2):
         assert stopwatch.us(exact, one, on_gpu(90)) == 10.0

@@ -21,6 +21,7 @@ from sagepatch.dispatch import Request
 from sagepatch.errors import NothingPatched
 from sagepatch.layer import PatchedLayer, Policy
 from sagepatch.ledger import Record
+from sagepatch.patchers.carrier import ATTRIBUTE, Carrier
 from sagepatch.patchers.diffusers_copies import patched_copy
 from sagepatch.patchers.diffusers_dispatch import REPLACED
 from sagepatch.patchers.diffusers_processors import DISPATCH, Route, class_way
@@ -102,14 +103,14 @@ def test_a_call_that_was_wrapped_between_two_patches_is_left_to_it(
 class Processor:
     """As diffusers' old ones."""
 
-    def __call__(self, q: Tensor) -> Tensor:
+    def __call__(self, attn: nn.Module, q: Tensor) -> Tensor:
         return self._attend(q)
 
     def _attend(self, q: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, q, q)
 
 
-def another_call(self: Any, q: Tensor) -> Tensor:
+def another_call(self: Any, attn: nn.Module, q: Tensor) -> Tensor:
     return 3 * F.scaled_dot_product_attention(q, q, q)
 
 
@@ -119,10 +120,11 @@ def by_hand(self: Any, q: Tensor) -> Tensor:
 
 def test_a_copy_calls_what_its_class_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = PatchedLayer("site", "self", Policy(), Request("exact"), unusable)
-    q = torch.randn(1, 2, 8, 16)
+    attn, q = nn.Identity(), torch.randn(1, 2, 8, 16)
+    setattr(attn, ATTRIBUTE, Carrier(layer.handle))
     for expected in (1, 3):
         ours = patched_copy(Processor(), layer.handle, Route.SDPA)
-        assert torch.allclose(ours(q), expected * F.scaled_dot_product_attention(q, q, q))
+        assert torch.allclose(ours(attn, q), expected * F.scaled_dot_product_attention(q, q, q))
         assert layer.record.calls == 1
         layer.record.calls = 0
         monkeypatch.setattr(Processor, "__call__", another_call)

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 import sagepatch
 from sagepatch.dispatch import Request
+from sagepatch.patchers import sdpa_redirect
 
 
 class Attention(nn.Module):
@@ -133,3 +134,67 @@ def test_what_torch_refuses_is_refused_every_time(
             for _ in range(2):
                 with pytest.raises(plain.type):
                     model(x(), **options)
+
+
+class Twice(nn.Module):
+    """Calls attention once, or as often as it is told, or not at all."""
+
+    times = 1
+
+    def forward(self, x: Tensor, again: bool = False, other: Any = None) -> Tensor:
+        for _ in range(self.times + again):
+            x = F.scaled_dot_product_attention(x, x, x)
+        return x
+
+
+def test_a_method_seen_before_runs_as_it_is_unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = Twice().eval(), Twice().eval()
+    heard = 0
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal heard
+        heard += 1
+        return real(*args, **kwargs)
+
+    real = sdpa_redirect.answer
+    monkeypatch.setattr(sdpa_redirect, "answer", counting)
+    with torch.no_grad(), sagepatch.apply(model, variant="exact") as patch:
+        for again in (False, True, False, True, True):
+            assert torch.equal(model(x(), again), plain(x(), again))
+        assert patch.layers[0].record.calls == 1 + 2 + 1 + 2 + 2
+        assert heard == 1 + 2
+        # What it does changed without a sign: the count is of what was seen, the result is right.
+        model.times = plain.times = 3
+        assert torch.equal(model(x(), False), plain(x(), False))
+        assert patch.layers[0].record.calls == 8 + 1
+        # Arguments that say nothing of themselves are looked into each time.
+        assert torch.equal(model(x(), other=[1]), plain(x()))
+        assert torch.equal(model(x(), other=[1]), plain(x()))
+        assert patch.layers[0].record.calls == 9 + 3 + 3
+        # So are calls under another kernel, and those after it.
+        patch.layers[0].run_with(Request("emulated.sage1_b", emulate=True), "test")
+        assert not torch.equal(model(x()), plain(x()))
+        patch.layers[0].run_with(Request("exact"), "test")
+        assert torch.equal(model(x()), plain(x()))
+        assert patch.layers[0].record.calls == 15 + 3 + 3
+
+
+def test_a_method_that_made_no_call_is_looked_into_again() -> None:
+    model = Twice().eval()
+    model.times = 0
+    with torch.no_grad(), sagepatch.apply(model, variant="exact") as patch:
+        model(x())
+        model.times = 1
+        model(x())
+        model(x())
+    assert patch.layers[0].record.calls == 2
+
+
+def test_a_method_whose_calls_fail_is_not_taken_for_known(model: nn.Module) -> None:
+    with torch.no_grad(), sagepatch.apply(model, variant="exact") as patch:
+        for _ in range(2):
+            with pytest.raises((TypeError, IndexError, RuntimeError)):
+                model(x(), attn_mask=torch.ones(7, dtype=torch.bool))
+        assert not patch.layers[0].passes_whole
+        model(x())
+        assert len(patch.layers[0].passes_whole) == 1

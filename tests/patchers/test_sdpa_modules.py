@@ -64,6 +64,46 @@ def test_found_by_what_their_code_does() -> None:
     }
 
 
+def test_attention_by_the_forward_of_a_class_that_is_inherited_from() -> None:
+    class Scaled(VisionAttention):
+        def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+            return 0.5 * super().forward(x, attn_mask)
+
+    class Twice(Scaled):
+        def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+            return 2 * super().forward(x, attn_mask)
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Scaled(), Twice()).eval(), torch.randn(2, 50, 64)
+    plain = _run(model, x)
+    with _patch(model) as patch:
+        assert _close(_run(model, x), plain)
+        assert [layer.record.by_variant.total() for layer in patch.layers] == [1, 1]
+    assert torch.equal(_run(model, x), plain)
+
+
+def test_attention_in_a_method_that_takes_the_place_of_another_file_s() -> None:
+    class Sharper(CrossAttention):
+        def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v, scale=1.0)
+            return mixed.transpose(1, 2).flatten(2)
+
+    class Normed(CrossAttention):
+        def forward(self, x: Tensor, context: Tensor) -> Tensor:
+            q, k, v = (t.unflatten(2, (4, 16)).transpose(1, 2) for t in (x, context, context))
+            return self.attend(q, k, v)
+
+    for owner in (Sharper, Normed):
+        torch.manual_seed(0)
+        model, x = owner().eval(), torch.randn(2, 50, 64)
+        with torch.no_grad():
+            plain = model(x, x)
+            with _patch(model) as patch:
+                assert _close(model(x, x), plain)
+                assert patch.layers[0].record.by_variant.total() == 1
+            assert torch.equal(model(x, x), plain)
+
+
 def test_a_model_without_attention_is_refused() -> None:
     # case 37
     with pytest.raises(NothingPatched):

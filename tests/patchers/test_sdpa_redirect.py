@@ -17,6 +17,7 @@ from sagepatch.patchers.sdpa_redirect import (
     DROPOUT,
     MASK,
     OBSERVED,
+    OPTIONS,
     RANK,
     SHAPES,
     SUBCLASS,
@@ -97,6 +98,11 @@ UNCHANGED = {
     ),
     "a batch that broadcasts": (lambda q, k, v: ((q[:1], k, v), {}), SHAPES),
     "dtypes that differ": (lambda q, k, v: ((q, k, v.double()), {}), SHAPES),
+    "a scale that is a tensor": (
+        lambda q, k, v: ((q, k, v), {"scale": torch.tensor(0.25)}),
+        OPTIONS,
+    ),
+    "heads of no size": (lambda q, k, v: ((q[..., :0], k[..., :0], v), {}), SHAPES),
     "two devices": (lambda q, k, v: ((q.to("meta"), k, v), {}), SHAPES),
 }
 
@@ -104,7 +110,7 @@ UNCHANGED = {
 def _outcome(*args: Any, **kwargs: Any) -> Tensor | str:
     try:
         return F.scaled_dot_product_attention(*args, **kwargs)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         return str(error)
 
 
@@ -116,8 +122,10 @@ def test_what_only_torch_can_mean_stays_torch(what: str, layer: PatchedLayer) ->
     plain = _outcome(*args, **kwargs)
     with SdpaRedirect(layer.handle):
         out = _outcome(*args, **kwargs)
-    same = out == plain if isinstance(plain, str) else torch.equal(out, plain)
-    assert same
+    if isinstance(plain, str):
+        assert out == plain
+    else:
+        torch.testing.assert_close(out, plain, rtol=0, atol=0, equal_nan=True)
     assert layer.record.fallbacks == {reason: 1}
 
 

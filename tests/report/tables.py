@@ -77,6 +77,25 @@ def table(
     return Calibration("f" * 16, "FluxPipeline", not timed, "NVIDIA H200", {}, tuple(rows))
 
 
+def shortened(calibration: Calibration, seed: int) -> Calibration:
+    """The calibration with one kernel at least in every sample, and no time for some others; each
+    step is a prompt of its own.
+    """
+    dice = random.Random(seed)
+
+    def short(row: Sample) -> Sample:
+        kept = set(dice.sample(list(row.errors), dice.randint(1, len(row.errors))))
+        found = {name: one for name, one in row.errors.items() if name in kept}
+        skipped = tuple(name for name in row.errors if name not in kept)
+        return replace(row, errors=found, skipped=skipped, run=f"run {row.call}")
+
+    layers = (
+        LayerTable(one.site, one.kind, tuple(short(row) if row.errors else row for row in one.rows))
+        for one in calibration.layers
+    )
+    return replace(calibration, layers=tuple(layers))
+
+
 def report_of_table(calibration: Calibration, threshold: float = 0.998) -> Report:
     """A report whose layers run what the calibration's plan says."""
     return report_of_plan(calibration.plan(threshold)).with_calibration(calibration)

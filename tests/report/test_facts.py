@@ -31,7 +31,7 @@ def test_the_worst_of_several_samples_of_a_step() -> None:
     for row in other.layers[0].rows:
         errors = row.errors[name]
         cosine = (errors.cosine[0] - 1e-3, *errors.cosine[1:])
-        worse = replace(errors, cosine=cosine, norm_ratio=(0.9, *errors.norm_ratio[1:]))
+        worse = replace(errors, cosine=cosine, norm_ratio=(0.1, *errors.norm_ratio[1:]))
         rows.append(replace(row, call=row.call + 100, errors={**row.errors, name: worse}))
     both = replace(layer, rows=(*layer.rows, *rows))
     shown = _facts(replace(one, layers=(both,)))["layers"][0]["steps"][name]
@@ -39,7 +39,7 @@ def test_the_worst_of_several_samples_of_a_step() -> None:
     for cell, first, second in zip(shown, layer.rows, rows, strict=True):
         pair = (first.errors[name], second.errors[name])
         assert cell["cosine"] == round(min(min(one.cosine) for one in pair), 7)
-        assert cell["norm_ratio"] == 0.9
+        assert cell["norm_ratio"] == 0.1
         heads = zip(pair[0].cosine, pair[1].cosine, strict=True)
         assert cell["heads"] == [round(min(two), 7) for two in heads]
         assert cell["cosine"] == cell["heads"][cell["worst_head"]]

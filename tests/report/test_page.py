@@ -6,6 +6,7 @@ import json
 import math
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from PIL import Image
 from report.browser import Browser
 from report.conftest import Open
-from report.tables import report_of_table, table
+from report.tables import report_of_table, shortened, table
 
 from sagepatch.calibration.cells import cells
 from sagepatch.calibration.planning import costs, options
@@ -48,12 +49,18 @@ def _telling(calibration: Calibration) -> list[float]:
 @pytest.mark.parametrize("by_step", [True, False], ids=["by-step", "throughout"])
 @pytest.mark.parametrize(
     ("seed", "steps", "timed"),
-    [(3, 28, True), (2, 28, False), (12, 50, True), (4, 4, True), (5, None, True), (6, 2, True)],
+    # Below 0: where some samples had no time for some kernels.
+    [
+        *[(3, 28, True), (2, 28, False), (12, 50, True), (4, 4, True), (5, None, True)],
+        *[(6, 2, True), (-3, 28, True), (-2, 28, False)],
+    ],
 )
 def test_the_page_solves_as_python_does(
     seed: int, steps: int | None, timed: bool, by_step: bool, opened: Open
 ) -> None:
-    calibration = table(seed, steps=steps, timed=timed, layers=6, heads=3)
+    calibration = table(abs(seed), steps=steps, timed=timed, layers=6, heads=3)
+    if seed < 0:
+        calibration = shortened(calibration, seed)
     page = opened(report_of_table(calibration))
     thresholds = [*_telling(calibration), *stops(0.998)]
     solved = page.run(
@@ -65,6 +72,28 @@ def test_the_page_solves_as_python_does(
     assert len({json.dumps(plan) for plan in plans}) > 3
     for threshold, here, there in zip(thresholds, solved, plans, strict=True):
         assert here == there, threshold
+
+
+def test_too_few_samples_have_one_reason(opened: Open) -> None:
+    given = table(2, layers=3)
+    whole = given.layers[2]
+    calibration = replace(
+        given,
+        layers=(
+            *(replace(whole, site=f"one {n}", rows=whole.rows[:1], spoilt=n) for n in (0, 3)),
+            replace(whole, site="none", rows=(), spoilt=2),
+        ),
+    )
+    plan = calibration.plan(0.9, by_step=False)
+    page = opened(report_of_table(calibration))
+    for entry, here in zip(
+        plan.entries,
+        page.run("facts.layers.map((layer) => solve(layer, 0.9, false, facts).why)"),
+        strict=True,
+    ):
+        assert here == entry.reason
+        assert "stays exact" in here
+    assert len({entry.reason for entry in plan.entries}) == 3
 
 
 def _text(page: Browser, name: str) -> str:
@@ -263,6 +292,7 @@ def test_the_heat_map_by_keys(opened: Open) -> None:
     worst = errors[2]
     assert detail.startswith(f"{layer.site}, step 6, {name}: cosine {min(worst.cosine):.5f}")
     assert f"in head {worst.worst_head}" in detail
+    assert detail.endswith("; measured on 1 of 1 prompt.")
     heads = page.run("[...$('heads').children].map((one) => one.textContent)")
     assert [text.split(":")[0] for text in heads] == [str(head) for head in range(6)]
     assert float(heads[worst.worst_head].split(":")[1]) == pytest.approx(

@@ -6,7 +6,10 @@
 //   BLOCK_N     keys of a tile                              WARPGROUPS  consumer warpgroups
 //   STAGES      tiles in flight                             FLUSH       keys an accumulator T sums
 //   PIECES      parts of VALUE that take turns in T         P_LOG2      log2 of the code of p = 1
-//   HALF_V      V is FP16, else E4M3                        HALF_T      T is FP16, else FP32
+//   HALF_V      V has 16 bits, else E4M3                    HALF_T      T is FP16, else FP32
+//   BF16_V      of the 16 bits: BF16, else FP16             LAG         P may grow to 2^LAG, with IN_PLACE
+//   CAP         with LAG and SERIAL: no maximum where scores stay under the first plus this; or 0
+//   RAW_V       V comes as the caller gave it
 //   ONES        row sums by the tensor core                 POLY        of 8 exp2, on the FMA pipe
 //   PINGPONG    warpgroups take turns (two of them)         IN_PLACE    P V adds to the output
 //   SERIAL      a warpgroup does one thing at a time        SCALES_AHEAD  with SERIAL: of K, a tile early
@@ -29,8 +32,8 @@
 #define VECTORS 1
 #include "rows.cuh"
 #include "codes.cuh"
-#include "attention_queries.cuh"
 #endif
+#include "attention_queries.cuh"
 #include "attention_output.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
@@ -38,7 +41,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
     const __grid_constant__ TensorMap v_map,
     const float* q_scale_log2,  // [B, Hq, Sq], or null with RAW_Q
     const float* k_scale,       // [B, Hkv, k_blocks, 4], k_blocks of 64 keys
-    const float* v_scale,       // [groups, Hkv, VALUE_PADDED]
+    const float* k_norm,        // [groups, Hkv], or null: see most_score
+    const float* v_scale,       // [groups, Hkv, VALUE_PADDED], or null with RAW_V
     const float* shift_log2,    // [B, Hq, Sq], or null without lse
     const int* cu_q, const int* cu_kv,
     const int* tile_list,       // [B, tiles] and
@@ -82,6 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
         Work w = work_of(share.t, sizes, cu_q, cu_kv, tile_counts);
         restrict_to(w, share);
         if (w.count <= 0) continue;
+        const int kv_head_of_batch = RAW_V ? w.kv_head - w.batch * (q_heads / group) : 0;
         wait(empty_q, q_phase ^ 1);
         q_phase ^= 1;
         if constexpr (RAW_Q) {
@@ -104,7 +109,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
           expect_bytes(full_v + 8 * stage, V_LOADED_BYTES);
           for (int p = 0; p < V_PANELS; p++) {
             uint32_t to = v_at + stage * V_BYTES + p * V_PANEL_BYTES;
-            if (HALF_V) load_box(to, &v_map, full_v + 8 * stage, p * 64, key, w.kv_head);
+            if constexpr (RAW_V)
+              load_box(to, &v_map, full_v + 8 * stage, p * 64, key, kv_head_of_batch, w.batch);
+            else if (HALF_V) load_box(to, &v_map, full_v + 8 * stage, p * 64, key, w.kv_head);
             else load_box(to, &v_map, full_v + 8 * stage, key + p * V_SWIZZLE, 0, w.kv_head);
           }
           if (++stage == STAGES) { stage = 0; phase ^= 1; }
@@ -258,13 +265,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
         }
       };
       auto rescale = [&]() {
+        // One branch for the warp: its registers stay uniform.
+        if (LAG > 0 && !SERIAL && !__any_sync(~0u, alpha0 != 1.0f || alpha1 != 1.0f)) return;
 #pragma unroll
         for (int e = 0; e < VALUE / 2; e++) O[e] *= e & 2 ? alpha1 : alpha0;
       };
 
+      // Tiles that this warpgroup has no use for.
+      auto pass = [&](int rest) {
+        for (; rest > 0; rest--) {
+          wait(full_k + 8 * stage, phase);
+          wait(full_v + 8 * stage, phase);
+          if (speaks) {
+            arrive(empty_k + 8 * stage);
+            arrive(empty_v + 8 * stage);
+          }
+          if (++stage == STAGES) { stage = 0; phase ^= 1; }
+        }
+      };
+
 #if SERIAL
       await_queries();
-      auto step = [&](auto masked, int i) {
+      if (consumer * 64 >= w.q_rows) {  // no rows
+        pass(begun.count);
+        w.count = w.low = w.whole = begun.count = 0;
+      }
+      auto any_step = [&](auto masked, auto capped, int i) {
+        constexpr bool CAPPED = decltype(capped)::value;
         const int tile = tile_at(w, i, tile_list, tiles);
         if constexpr (!SCALES_AHEAD) load_scales(masked, tile);
         wait(full_k + 8 * stage, phase);
@@ -273,11 +300,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
         hold(S);
         if (speaks) arrive(empty_k + 8 * stage);
         if constexpr (decltype(masked)::value) hide(S, tile, seen);
-        softmax<decltype(masked)::value>(S, kc, q0, q1, m0, m1, l0, l1, alpha0, alpha1);
+        softmax<decltype(masked)::value, CAPPED>(S, kc, q0, q1, m0, m1, l0, l1, alpha0, alpha1,
+                                         rescale);
         pack(S, P);
         if constexpr (SCALES_AHEAD)
           load_scales(masked, tile_at(w, min(i + 1, w.count - 1), tile_list, tiles));
-        if constexpr (IN_PLACE) rescale();
+        if constexpr (IN_PLACE && !AT_ONCE) rescale();
         wait(full_v + 8 * stage, phase);
         hold(P);
         hold_sums();
@@ -290,6 +318,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
         if (speaks) arrive(empty_v + 8 * stage);
         if (++stage == STAGES) { stage = 0; phase ^= 1; }
       };
+      auto step = [&](auto masked, int i) { any_step(masked, Flag<false>(), i); };
       int i = 0;
       if constexpr (SCALES_AHEAD) load_scales(Flag<true>(), tile_at(w, 0, tile_list, tiles));
       else next_scales += w.bottom * KEY_GROUPS * 4;
@@ -308,9 +337,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
         if (speaks) arrive(empty_k + 8 * stage);
         if (w.low > 0 || w.whole == 0) {
           hide(S, tile, seen);
-          softmax<true>(S, kc, q0, q1, m0, m1, l0, l1, alpha0, alpha1);
+          softmax<true, false>(S, kc, q0, q1, m0, m1, l0, l1, alpha0, alpha1,
+                                         rescale);
         } else {
-          softmax<false>(S, kc, q0, q1, m0, m1, l0, l1, alpha0, alpha1);
+          softmax<false, false>(S, kc, q0, q1, m0, m1, l0, l1, alpha0, alpha1,
+                                         rescale);
         }
         pack(S, P);
       }
@@ -335,7 +366,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
         hold(S);
         if (speaks) arrive(empty_k + 8 * stage);
         if constexpr (decltype(masked)::value) hide(S, tile, seen);
-        softmax<decltype(masked)::value>(S, kc, q0, q1, m0, m1, l0, l1, alpha0, alpha1);
+        softmax<decltype(masked)::value, false>(S, kc, q0, q1, m0, m1, l0, l1, alpha0, alpha1,
+                                         rescale);
         // P is an operand until the wait: codes made before it go through an operation that the
         // compiler cannot undo.
         uint32_t codes[CODES];
@@ -365,6 +397,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
 #endif
       if constexpr (WINDOW)
         for (; i < w.low; i++) step(Flag<true>(), i);
+#if CAP && SERIAL
+      // Scores that cannot pass the maximum of the first tiles by much need none of their own.
+      if (i < w.whole) {
+        step(Flag<false>(), i++);
+        const int key_heads = q_heads / group;
+        const int of = w.member * key_heads + w.kv_head - w.batch * key_heads;
+        const float most = k_norm ? __ldg(k_norm + of) : __int_as_float(0x7F800000);
+        const uint8_t* codes = shared;
+        if (all_of_us(most_score(codes, row, pair, q0, most) - m0 <= CAP &&
+                          most_score(codes, row + 8, pair, q1, most) - m1 <= CAP, consumer))
+          for (; i < w.whole; i++) any_step(Flag<false>(), Flag<true>(), i);
+      }
+#endif
       for (; i < w.whole; i++) step(Flag<false>(), i);
       for (; i < w.count; i++) step(Flag<true>(), i);
       if (!RAW_Q && speaks) arrive(empty_q);
@@ -383,15 +428,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
       if (speaks) arrive(empty_v + 8 * stage);
       if (++stage == STAGES) { stage = 0; phase ^= 1; }
 #endif
-      for (int rest = OWN_TILES ? begun.count - w.count : 0; rest > 0; rest--) {
-        wait(full_k + 8 * stage, phase);
-        wait(full_v + 8 * stage, phase);
-        if (speaks) {
-          arrive(empty_k + 8 * stage);
-          arrive(empty_v + 8 * stage);
-        }
-        if (++stage == STAGES) { stage = 0; phase ^= 1; }
-      }
+      if constexpr (OWN_TILES) pass(begun.count - w.count);
 
       if constexpr (ONES) {
         l0 = __shfl_sync(~0u, l0, lane & ~3);

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sagepatch.backends.chain import Argument, Chain, Link, Moving, MovingMap, filled
+from sagepatch.backends.chain import Chain
 from sagepatch.backends.cuda.attention_tiles import HALF_PANEL, Options, instance, pick
 from sagepatch.backends.cuda.build import Program
 from sagepatch.backends.cuda.launch import Kernel, load, tensor_map
 from sagepatch.backends.cuda.positions import positions
 from sagepatch.backends.cuda.prepass import ALIGNMENT, MOST_PARTS, Codes, Plan, plan_of
-from sagepatch.backends.cuda.prepass_form import PAD, QK_PAD, V_PAD, form_of
+from sagepatch.backends.cuda.prepass_form import HALVES, PAD, QK_PAD, V_PAD, form_of, reads_values
+from sagepatch.backends.links import Argument, Link, Moving, MovingMap, filled
 from sagepatch.backends.prepared import (
     CU_K,
     CU_Q,
@@ -30,18 +31,20 @@ from sagepatch.backends.prepared import (
     VALUES,
     Prepared,
     Q,
+    V,
+    addresses_of,
     again,
     serve,
     values_of,
 )
 from sagepatch.numerics.prepass import LOG2E
-from sagepatch.numerics.recipe import Recipe
+from sagepatch.numerics.recipe import CODE_DTYPE, Recipe
 from sagepatch.spec import Call
 
 # Keys and values of heads that run together are to stay in the L2 cache (50 MB on an H100).
 SECTION_BYTES = 32 << 20
 # Parameters of `attention` and `key_tiles`, as launch.Layout spells them.
-SIGNATURE = "TTT" + "P" * 13 + "qqq" + "i" * 18 + "fP"
+SIGNATURE = "TTT" + "P" * 14 + "qqq" + "i" * 18 + "fP"
 KEY_TILES_SIGNATURE = "PPPii"
 KEY_TILES_THREADS = 1024
 # What attention can make codes of, and what a tensor map asks of addresses and strides.
@@ -59,6 +62,7 @@ class Operands(NamedTuple):
     values: int | Moving  # vt8 or v16
     q_scale_log2: int | Moving
     k_scale: int | Moving
+    k_norm: int | Moving
     v_scale: int | Moving
     shift_log2: int | Moving
     key_bits: int | Moving
@@ -69,8 +73,8 @@ class Operands(NamedTuple):
         """The addresses of tensors."""
         values = codes.vt8 if codes.vt8 is not None else codes.v16
         tensors = (
-            *(codes.q8, codes.k8, values, codes.q_scale_log2, codes.k_scale, codes.v_scale),
-            *(codes.shift_log2, codes.key_bits),
+            *(codes.q8, codes.k8, values, codes.q_scale_log2, codes.k_scale, codes.k_norm),
+            *(codes.v_scale, codes.shift_log2, codes.key_bits),
         )
         return cls._make([*(0 if t is None else t.data_ptr() for t in tensors), 0])
 
@@ -99,13 +103,19 @@ class Shape:
     out_dtype: torch.dtype
     out_strides: tuple[int, ...]
     raw_q: tuple[torch.dtype, tuple[int, ...]] | None  # and strides, where it comes as it is
+    raw_v: tuple[int, ...] | None  # strides, where it comes as it is
 
     @classmethod
     def of(
-        cls, call: Call, recipe: Recipe, out: Tensor, raw_q: tuple[int, ...] | None = None
+        cls,
+        call: Call,
+        recipe: Recipe,
+        out: Tensor,
+        raw_q: tuple[int, ...] | None = None,
+        raw_v: tuple[int, ...] | None = None,
     ) -> Shape:
         """What of `call` and its output decides; `raw_q` from `raw_strides` where the attention is
-        to make the codes of Q.
+        to make the codes of Q, `raw_v` from `raw_value_strides` where it is to read V.
         """
         return cls(
             recipe,
@@ -120,6 +130,7 @@ class Shape:
             out.dtype,
             out.stride(),
             None if raw_q is None else (call.q.dtype, raw_q),
+            raw_v,
         )
 
 
@@ -139,7 +150,12 @@ class Launch:
         self.tiles = -(-Skv // tile.block_n)
         plain = causal_offset is None and not shape.key_mask and not packed
         fits = processors * tile.warpgroups <= MOST_PARTS
-        self.split = plain and fits and tile.shares and splits(blocks, self.tiles, processors)
+        self.split = (
+            plain
+            and fits
+            and tile.shares > 0
+            and splits(blocks, self.tiles, processors, tile.shares)
+        )
         made = instance(
             recipe,
             D,
@@ -152,6 +168,7 @@ class Launch:
                 out_half=shape.out_dtype == torch.float16,
                 split=self.split,
                 raw_q=None if shape.raw_q is None else shape.raw_q[0],
+                raw_v=shape.raw_v is not None,
             ),
         )
         self.shape, self.tile = shape, tile
@@ -176,7 +193,7 @@ class Launch:
         padded = (Skv // PAD + members) * PAD if packed else -(-Skv // PAD) * PAD
         self.words = padded // 32
         head, value = -(-D // QK_PAD) * QK_PAD, -(-Dv // V_PAD) * V_PAD
-        half_v = recipe.pv == "fp16"
+        half_v = recipe.pv in HALVES
         group = Hq // Hkv
         section = group * max(1, SECTION_BYTES // (padded * (head + value * (1 + half_v))))
         self.numbers = (
@@ -204,7 +221,15 @@ class Launch:
             if shape.raw_q is None
             else (shape.raw_q[0], shape.q, shape.raw_q[1], (1, 1, tile.block_m, head), 0),
             _packed(i8, (B * Hkv, padded, head), (1, tile.block_n, swizzle), swizzle),
-            _packed(torch.float16, (B * Hkv, padded, value), (1, tile.block_n, HALF_PANEL), 128)
+            (
+                *(CODE_DTYPE[recipe.pv], (B, Hkv, Skv, Dv), shape.raw_v),
+                *((1, 1, tile.block_n, HALF_PANEL), 128),
+            )
+            if shape.raw_v is not None
+            else _packed(
+                *(CODE_DTYPE[recipe.pv], (B * Hkv, padded, value)),
+                *((1, tile.block_n, HALF_PANEL), 128),
+            )
             if half_v
             else _packed(
                 torch.float8_e4m3fn, (B * Hkv, value, padded), (1, made.value, keys), keys
@@ -231,6 +256,8 @@ class Launch:
         """
         if self.shape.raw_q is not None:
             operands = operands._replace(q8=Moving(Q))
+        if self.shape.raw_v is not None:
+            operands = operands._replace(values=Moving(V))
         return [kernel.link(blocks, args) for kernel, blocks, args in self._launches(operands, own)]
 
     def _launches(
@@ -247,7 +274,7 @@ class Launch:
         packed = self.shape.members is not None
         args = (
             *self._maps(operands),
-            *operands[3:7],
+            *operands[3:8],
             *((Moving(CU_Q), Moving(CU_K)) if packed else (0, 0)),
             listed,
             counts,
@@ -293,14 +320,31 @@ def raw_strides(call: Call, recipe: Recipe) -> tuple[int, ...] | None:
     q = call.q
     if recipe.q_granularity != "token" or call.return_lse or q.dtype not in RAW_DTYPES:
         return None
-    *strides, last = q.stride()
-    if last != 1 or q.data_ptr() % MAP_BYTES:
+    return map_strides(q)
+
+
+def raw_value_strides(call: Call, recipe: Recipe) -> tuple[int, ...] | None:
+    """As `raw_strides`, for the attention to read V as it lies; None where it has to be copied: to
+    another type or scale, without keys that a mask hides (NaN times zero is NaN) or that belong to
+    a neighbour, and where a tensor map cannot describe it.
+    """
+    if not reads_values(recipe, call.v.dtype) or call.attn_mask is not None or call.packed:
         return None
-    step = MAP_BYTES // q.element_size()
-    if any(n > 1 and (s <= 0 or s % step) for n, s in zip(q.shape, strides, strict=False)):
+    return map_strides(call.v)
+
+
+def map_strides(x: Tensor) -> tuple[int, ...] | None:
+    """Strides of all but the last axis of a 16-bit tensor for a tensor map; None where there can be
+    none.
+    """
+    *strides, last = x.stride()
+    if last != 1 or x.data_ptr() % MAP_BYTES:
+        return None
+    step = MAP_BYTES // x.element_size()
+    if any(n > 1 and (s <= 0 or s % step) for n, s in zip(x.shape, strides, strict=False)):
         return None
     # An axis of one element may have any stride.
-    return tuple(s if n > 1 else step for n, s in zip(q.shape, strides, strict=False))
+    return tuple(s if n > 1 else step for n, s in zip(x.shape, strides, strict=False))
 
 
 @lru_cache(maxsize=1024)
@@ -314,13 +358,14 @@ def _processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def splits(blocks: int, tiles: int, processors: int) -> bool:
+def splits(blocks: int, tiles: int, processors: int, idle_from: float) -> bool:
     """Whether the last blocks of queries are dealt out by tiles of keys: where whole ones would
-    leave over 8 % of the GPU idle, and everybody gets enough tiles to pay for the putting together.
+    leave over `idle_from` of the GPU idle, and everybody gets enough tiles to pay for the putting
+    together.
     """
     rounds = -(-blocks // processors)
     idle = 1 - blocks / (rounds * processors)
-    return idle > 0.08 and blocks * tiles >= 8 * processors
+    return idle > idle_from and blocks * tiles >= 8 * processors
 
 
 def run(call: Call, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
@@ -352,14 +397,14 @@ def _begin(
     call: Call, recipe: Recipe, flags: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Prepared | None]:
     """The first call of a kind."""
-    raw_q = raw_strides(call, recipe)
+    raw_q, raw_v = raw_strides(call, recipe), raw_value_strides(call, recipe)
     with torch.cuda.device(call.q.device):
-        prepass = plan_of(form_of(call, recipe, raw_q=raw_q is not None))
-        launch = launch_of(Shape.of(call, recipe, call.empty_out(), raw_q))
+        prepass = plan_of(form_of(call, recipe, raw_q=raw_q is not None, raw_v=raw_v is not None))
+        launch = launch_of(Shape.of(call, recipe, call.empty_out(), raw_q, raw_v))
         own = prepass.scratch_bytes
         links = [*prepass.links(), *launch.links(Operands.in_scratch(prepass), own)]
         prepared = Prepared(Chain(links, VALUES), own + launch.scratch_bytes, call, recipe, LOG2E)
-        out, lse = again(prepared, call, flags)
+        out, lse = again(prepared, addresses_of(call), call.scale, flags)
         if flags is None:
             return out, lse, prepared
         from sagepatch.backends.triton.exact import links_where

@@ -85,7 +85,8 @@ static __device__ __forceinline__ bool store_rows(const float (&O)[VALUE / 2], f
     for (int k = 0; k < 4; k++) {
       const int j = first + k;
       if (j * 8 >= VALUE_PADDED) continue;
-      const float2 c = __ldg(reinterpret_cast<const float2*>(channel + j * 8));
+      const float2 c =
+          RAW_V ? make_float2(1.0f, 1.0f) : __ldg(reinterpret_cast<const float2*>(channel + j * 8));
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const float inverse = i ? inverse1 : inverse0;

@@ -1,6 +1,32 @@
-// With RAW_Q: codes of Q made where they are used, from rows that lie in shared memory as the caller
+// What attention does with its queries before the first tile. The largest score that they can have,
+// and, with RAW_Q: codes of Q made where they are used, from rows that lie in shared memory as the caller
 // gave them; arithmetic and codes are those of quantise.cuh. A warp makes its own 16 rows.
 // Needs attention_sizes.cuh and codes.cuh.
+
+#if CAP
+// No score of a row in base 2 is larger: Cauchy and Schwarz. `codes` are those of the block, `scale`
+// the row's, `k_norm` the largest squared length of a key's codes times its scale. By the four
+// threads of a row.
+static __device__ __forceinline__ float most_score(const uint8_t* codes, int row, int pair,
+                                                   float scale, float k_norm) {
+  int squares = 0;
+#pragma unroll
+  for (int sixteen = 0; sixteen < HEAD / 16; sixteen += 4) {
+    const int mine = sixteen + pair;
+    if (mine >= HEAD / 16) break;
+    const uint32_t at = swizzled(row * SWIZZLE + mine % 8 * 16, SWIZZLE);
+    const uint4 four =
+        *reinterpret_cast<const uint4*>(codes + mine / 8 * BLOCK_M * SWIZZLE + at);
+    squares = __dp4a((int)four.x, (int)four.x, squares);
+    squares = __dp4a((int)four.y, (int)four.y, squares);
+    squares = __dp4a((int)four.z, (int)four.z, squares);
+    squares = __dp4a((int)four.w, (int)four.w, squares);
+  }
+  squares += __shfl_xor_sync(~0u, squares, 1);
+  squares += __shfl_xor_sync(~0u, squares, 2);
+  return scale * 1.001f * sqrtf((float)squares * k_norm);
+}
+#endif
 
 #if RAW_Q
 constexpr int Q_TYPE = RAW_Q == 1 ? FP16 : BF16;

@@ -32,16 +32,22 @@ static __device__ __forceinline__ void hide(int (&S)[SCORES], int tile, const Se
   }
 }
 
+// With LAG probabilities may grow to 2^LAG before the maximum that they refer to moves: it seldom
+// does, and they are as exact as those to 1. Where nothing is in flight all is scaled at once then.
+constexpr bool AT_ONCE = LAG > 0 && SERIAL;
+
 // Probabilities in the place of the scores of a tile. `k` are the scales of its groups of keys, q
 // those of my two rows (with softmax scale and log2(e)), m their running maximum in base 2, l their
-// running sum unless the tensor core has it, alpha what the tile scales earlier sums by.
-template <bool MASKED>
+// running sum unless the tensor core has it, alpha what the tile scales earlier sums by. AT_ONCE
+// `rescale` does that. CAPPED: no score is far over m, which stays.
+template <bool MASKED, bool CAPPED, class Rescale>
 static __device__ __forceinline__ void softmax(int (&S)[SCORES], const float (&k)[KEY_GROUPS],
                                                float q0, float q1, float& m0, float& m1, float& l0,
-                                               float& l1, float& alpha0, float& alpha1) {
+                                               float& l1, float& alpha0, float& alpha1,
+                                               const Rescale& rescale) {
   float top0 = m0, top1 = m1;
 #pragma unroll
-  for (int g = 0; g < KEY_GROUPS; g++) {
+  for (int g = 0; !CAPPED && g < KEY_GROUPS; g++) {
     const int* s = S + g * 32;
     int a0 = max(s[0], s[1]), a1 = max(s[2], s[3]);
 #pragma unroll
@@ -54,15 +60,25 @@ static __device__ __forceinline__ void softmax(int (&S)[SCORES], const float (&k
     top0 = MASKED && a0 == HIDDEN ? top0 : fmaxf(top0, t0);
     top1 = MASKED && a1 == HIDDEN ? top1 : fmaxf(top1, t1);
   }
-  top0 = fmaxf(top0, __shfl_xor_sync(~0u, top0, 1));
-  top1 = fmaxf(top1, __shfl_xor_sync(~0u, top1, 1));
-  top0 = fmaxf(top0, __shfl_xor_sync(~0u, top0, 2));
-  top1 = fmaxf(top1, __shfl_xor_sync(~0u, top1, 2));
-  alpha0 = exp2_mufu(m0 - top0);
-  alpha1 = exp2_mufu(m1 - top1);
-  m0 = top0;
-  m1 = top1;
-  const float b0 = __fsub_ru(P_LOG2, top0), b1 = __fsub_ru(P_LOG2, top1);
+  // One branch for the warp: its registers stay uniform.
+  if (!CAPPED && (!AT_ONCE || __any_sync(~0u, top0 > m0 + LAG || top1 > m1 + LAG))) {
+    top0 = fmaxf(top0, __shfl_xor_sync(~0u, top0, 1));
+    top1 = fmaxf(top1, __shfl_xor_sync(~0u, top1, 1));
+    top0 = fmaxf(top0, __shfl_xor_sync(~0u, top0, 2));
+    top1 = fmaxf(top1, __shfl_xor_sync(~0u, top1, 2));
+    if (LAG > 0 && !(top0 > m0 + LAG)) top0 = m0;
+    if (LAG > 0 && !(top1 > m1 + LAG)) top1 = m1;
+    alpha0 = exp2_mufu(m0 - top0);
+    alpha1 = exp2_mufu(m1 - top1);
+    m0 = top0;
+    m1 = top1;
+    if constexpr (AT_ONCE) {
+      l0 *= alpha0;
+      l1 *= alpha1;
+      rescale();
+    }
+  }
+  const float b0 = __fsub_ru(P_LOG2, m0), b1 = __fsub_ru(P_LOG2, m1);
   float sum0 = 0.0f, sum1 = 0.0f;
 #pragma unroll
   for (int g = 0; g < KEY_GROUPS; g++) {
@@ -92,8 +108,8 @@ static __device__ __forceinline__ void softmax(int (&S)[SCORES], const float (&k
     }
   }
   if constexpr (!ONES) {
-    l0 = __fmaf_rn(l0, alpha0, sum0);
-    l1 = __fmaf_rn(l1, alpha1, sum1);
+    l0 = AT_ONCE ? l0 + sum0 : __fmaf_rn(l0, alpha0, sum0);
+    l1 = AT_ONCE ? l1 + sum1 : __fmaf_rn(l1, alpha1, sum1);
   }
 }
 
@@ -105,10 +121,10 @@ static __device__ __forceinline__ void pack(const int (&S)[SCORES], uint32_t (&c
 #pragma unroll
     for (int e = 0; e < 8; e++) p[e] = __int_as_float(S[at * 8 + e]);
     if constexpr (HALF_V) {
-      codes[at * 4 + 0] = pack_half(p[0], p[1]);
-      codes[at * 4 + 1] = pack_half(p[2], p[3]);
-      codes[at * 4 + 2] = pack_half(p[4], p[5]);
-      codes[at * 4 + 3] = pack_half(p[6], p[7]);
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        codes[at * 4 + i] =
+            BF16_V ? pack_bf16(p[2 * i], p[2 * i + 1]) : pack_half(p[2 * i], p[2 * i + 1]);
     } else {
       codes[at * 2 + 0] = pack_e4m3(p[0], p[1], p[4], p[5]);
       codes[at * 2 + 1] = pack_e4m3(p[2], p[3], p[6], p[7]);

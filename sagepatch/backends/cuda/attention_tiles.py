@@ -11,7 +11,7 @@ from functools import cache
 import torch
 
 from sagepatch.backends.cuda.build import Program
-from sagepatch.backends.cuda.prepass_form import QK_PAD, V_PAD
+from sagepatch.backends.cuda.prepass_form import HALVES, QK_PAD, V_PAD
 from sagepatch.errors import InvalidArgument
 from sagepatch.numerics.recipe import Recipe
 
@@ -22,6 +22,11 @@ MOST_STAGES = 4
 # columns that a tensor map can load at once.
 MOST_REGISTERS = 208
 MOST_COLUMNS = 256
+# Part of the GPU that may idle in the last round before the last blocks of queries are shared.
+IDLE, FEW_IDLE = 0.08, 0.02
+# How far P may outgrow the running maximum, as a power of two, before all is scaled by it: FP16 has
+# room for 2^16 over 1. Under a cap on the scores BF16 takes any of them.
+LAG, CAP = 8, 40
 # Columns of V that lie side by side in shared memory in FP16.
 HALF_PANEL = 64
 
@@ -35,9 +40,12 @@ class Tile:
     `polynomial` of every 8 exponentials go to the FMA pipe; `pingpong`: two warpgroups take turns
     at the tensor core; `in_place`: P V is added to the output itself; `serial`: a warpgroup ends a
     tile before it begins the next, in fewer registers, with the scales of K loaded a tile `ahead`
-    or when they are wanted; `shares`: the last blocks of queries may be
-    dealt out by tiles of keys. (E4M3 codes of P follow the running maximum of a part then, as far
-    from the emulator's as two roundings are.)
+    or when they are wanted; `shares`: the last blocks of queries are dealt out by tiles of keys
+    where more than this part of the GPU would idle, 0 for never. (E4M3 codes of P follow the
+    running maximum of a part then, as far from the emulator's as two roundings are.) `lag`, with
+    `in_place`: probabilities may grow to 2^lag before the maximum that they refer to moves; `cap`,
+    with `lag` and `serial`: where lengths of Q and K say that no score passes the maximum of the
+    first tiles by more, no other tile has a maximum taken.
     """
 
     block_n: int
@@ -50,7 +58,9 @@ class Tile:
     in_place: bool = False
     serial: bool = False
     ahead: bool = False
-    shares: bool = False
+    shares: float = 0.0
+    lag: int = 0
+    cap: int = 0
 
     @property
     def block_m(self) -> int:
@@ -73,6 +83,7 @@ class Options:
     out_half: bool = False
     split: bool = False
     raw_q: torch.dtype | None = None  # Q comes in this type, not as codes
+    raw_v: bool = False  # V comes as the caller gave it
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +101,8 @@ class Instance:
 
 def refusal(recipe: Recipe, head_dim: int, v_head_dim: int) -> str | None:
     """Why the kernel has no instance for this recipe and these head sizes; None when it has."""
-    if recipe.pv not in ("e4m3", "fp16") or recipe.qk_bits != 8 or recipe.smooth_q:
-        return f"recipe {recipe.name} is not one of INT8 Q and K with FP8 or FP16 P and V"
+    if recipe.pv not in ("e4m3", *HALVES) or recipe.qk_bits != 8 or recipe.smooth_q:
+        return f"recipe {recipe.name} is not one of INT8 Q and K with FP8 or 16-bit P and V"
     if recipe.k_granularity not in ("thread", "block"):
         return f"K scales per {recipe.k_granularity} are not served, only thread and block"
     if recipe.smooth_v or recipe.rotate:
@@ -116,16 +127,18 @@ def pick(recipe: Recipe, head_dim: int, v_head_dim: int) -> Tile:
     small = max(head_dim, v_head_dim) <= 64
     wide = max(head_dim, v_head_dim) > 128
     flush = recipe.keys_per_flush
-    if recipe.pv == "fp16":
+    if recipe.pv in HALVES:
         if flush is None and not wide:
             tile = Tile(128, 3, 128, ones=False, in_place=True, serial=True, ahead=small)
-            return replace(tile, shares=not small)
+            if recipe.pv == "bf16":
+                return replace(tile, lag=LAG, cap=CAP, shares=0.0 if small else FEW_IDLE)
+            return tile if small else replace(tile, lag=LAG, shares=IDLE)
         if flush is None:
             return Tile(64, 2, 64, ones=False, pingpong=True, in_place=True)
         pieces = _pieces(v_head_dim, 4, HALF_PANEL)
         return Tile(64, 3 if small else 2, flush, pieces, ones=False)
     if flush in (None, 64, 128) and v_head_dim > 64 and not wide:
-        return Tile(128, 3, flush or 128, serial=True, shares=True)
+        return Tile(128, 3, flush or 128, serial=True, shares=IDLE)
     if flush is None:
         pieces = _pieces(v_head_dim, 2, V_PAD)
         if small:
@@ -162,7 +175,7 @@ def _columns(v_head_dim: int, pieces: int, unit: int) -> int:
 def instance(recipe: Recipe, head_dim: int, v_head_dim: int, options: Options) -> Instance:
     """The instance that serves a recipe, head sizes and options."""
     tile = pick(recipe, head_dim, v_head_dim)
-    half_v = recipe.pv == "fp16"
+    half_v = recipe.pv in HALVES
     head = -(-head_dim // QK_PAD) * QK_PAD
     value = _columns(v_head_dim, tile.pieces, HALF_PANEL if half_v else V_PAD)
     swizzle = 32 if head <= 32 else 64 if head <= 64 else 128
@@ -186,12 +199,15 @@ def instance(recipe: Recipe, head_dim: int, v_head_dim: int, options: Options) -
         "PIECES": tile.pieces,
         "P_LOG2": f"{math.log2(recipe.p_range):.9f}f",
         "HALF_V": int(half_v),
+        "BF16_V": int(recipe.pv == "bf16"),
         "HALF_T": int(recipe.accumulate == "fp16"),
         "ONES": int(tile.ones),
         "POLY": tile.polynomial,
         "PINGPONG": int(tile.pingpong),
         "IN_PLACE": int(tile.in_place),
         "SERIAL": int(tile.serial),
+        "LAG": tile.lag,
+        "CAP": tile.cap,
         "SCALES_AHEAD": int(tile.ahead),
         "CAUSAL": int(options.causal),
         "WINDOW": int(options.window),
@@ -200,6 +216,7 @@ def instance(recipe: Recipe, head_dim: int, v_head_dim: int, options: Options) -
         "OUT_HALF": int(options.out_half),
         "SPLIT": int(options.split),
         "RAW_Q": {None: 0, torch.float16: 1, torch.bfloat16: 2}[options.raw_q],
+        "RAW_V": int(options.raw_v),
         "SHARED_BYTES": shared_bytes,
     }
     made = Program("attention.cu", tuple(defines.items()))
@@ -209,5 +226,5 @@ def instance(recipe: Recipe, head_dim: int, v_head_dim: int, options: Options) -
 # Recipes that have kernels, fastest first on an H200 at head size 128.
 SERVED = (
     *("sage2pp_8_d6", "sage2pp_8_d4", "sage2_8", "sage2_8b", "sage2_8b_k128", "sage2pp_8"),
-    *("sage2pp_8_d1", "sage1_b_f32", "sage1_b"),
+    *("sage2pp_8_d1", "sage2_8_bf16", "sage1_b_f32", "sage1_b"),
 )

@@ -63,6 +63,15 @@ static __device__ __forceinline__ void meet(int consumer) {
   asm volatile("bar.sync %0, 128;" ::"r"(3 + consumer) : "memory");
 }
 
+// Whether all threads of a warpgroup that computes say so.
+static __device__ __forceinline__ bool all_of_us(bool mine, int consumer) {
+  int all;
+  asm volatile("{.reg .pred mine, all; setp.ne.b32 mine, %1, 0;"
+               "bar.red.and.pred all, %2, 128, mine; selp.b32 %0, 1, 0, all;}"
+               : "=r"(all) : "r"((int)mine), "r"(3 + consumer) : "memory");
+  return __all_sync(~0u, all);  // which the compiler knows to be uniform
+}
+
 static __device__ __forceinline__ void take_turn(int barrier) {
   asm volatile("bar.sync %0, 256;" ::"r"(barrier) : "memory");
 }

@@ -9,7 +9,7 @@ import torch
 from sagepatch.backends.cuda import attention_tiles, prepass
 from sagepatch.backends.cuda.attention_tiles import Options
 from sagepatch.backends.cuda.build import Program
-from sagepatch.backends.cuda.prepass_form import refusal
+from sagepatch.backends.cuda.prepass_form import reads_values, refusal
 from sagepatch.numerics.recipe import RECIPES, Recipe
 
 HEAD_DIMS = (64, 128)
@@ -37,7 +37,7 @@ def of_recipe(recipe: Recipe, target: str) -> tuple[Program, ...]:
             # What attention asks for itself where scales of Q are per token.
             dtype = torch.float16 if call.out_half else torch.bfloat16
             raw_q = dtype if recipe.q_granularity == "token" else None
-            options = replace(call, raw_q=raw_q)
+            options = replace(call, raw_q=raw_q, raw_v=reads_values(recipe, dtype))
             if options.split and not attention_tiles.pick(recipe, dim, dim).shares:
                 continue
             found[attention_tiles.instance(recipe, dim, dim, options).program] = None

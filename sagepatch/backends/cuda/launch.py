@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from sagepatch.backends.chain import Argument, Link
 from sagepatch.backends.cuda.build import Program, nvrtc_version
 from sagepatch.backends.cuda.build import missing as missing_compiler
 from sagepatch.backends.cuda.cache import kept
 from sagepatch.backends.driver import Config, enter, launcher, words
 from sagepatch.backends.driver import tensor_map as encode
+from sagepatch.backends.links import Argument, Link
 from sagepatch.backends.parameters import MAP_ALIGNMENT, Layout
 
 # Shared memory that a kernel has without asking for more.

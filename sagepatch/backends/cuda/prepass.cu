@@ -28,6 +28,15 @@
 #ifndef RAW_Q
 #define RAW_Q 0
 #endif
+#ifndef RAW_V
+#define RAW_V 0
+#endif
+#ifndef BF16_PV
+#define BF16_PV 0
+#endif
+#ifndef K_NORM
+#define K_NORM 0
+#endif
 
 #include "ptx.cuh"
 #include "rows.cuh"
@@ -161,8 +170,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
       return;
     }
   }
-  const bool values = at.rest % 2;
-  const int unit = at.rest / 2;
+  const bool values = !RAW_V && at.rest % 2;
+  const int unit = RAW_V ? at.rest : at.rest / 2;
   const auto [batch, head] = divide(at.quotient, n.heads);  // packed: batch 0
   if (reduces) {
     const auto [member, chunk] = divide(unit, n.chunks);

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from sagepatch.backends import prepared
-from sagepatch.backends.chain import Argument, Link, Moving, filled
 from sagepatch.backends.cuda.build import Program
 from sagepatch.backends.cuda.launch import Kernel, load
 from sagepatch.backends.cuda.prepass_form import (
+    HALVES,
     MOST_HEAD_DIM,
     PAD,
     V_PAD,
@@ -25,8 +25,10 @@ from sagepatch.backends.cuda.prepass_form import (
     macros,
     own_strides,
     qk_columns,
+    reads_values,
     refusal,
 )
+from sagepatch.backends.links import Argument, Link, Moving, filled
 from sagepatch.backends.prepared import values_of
 from sagepatch.errors import InvalidArgument
 from sagepatch.numerics.prepass import LOG2E
@@ -70,10 +72,11 @@ class Codes:
     # 16 keys position 4t + j holds key 2t + (j & 1) + 8 (j >> 1), which makes the accumulator of
     # Q K^T the operand P. Rows Dv..D8 are zero.
     vt8: Tensor | None
-    # FP16 PV, else None: [B, Hkv, Nkp, D8] float16 in key order, columns Dv..D8 zero.
+    # FP16 and BF16 PV, else None: [B, Hkv, Nkp, D8] in key order, columns Dv..D8 zero.
     v16: Tensor | None
-    # [groups, Hkv, D8] fp32: multiply the output's channels by it; columns Dv..D8 zero.
-    v_scale: Tensor
+    # [groups, Hkv, D8] fp32: multiply the output's channels by it; columns Dv..D8 zero. None,
+    # as the two above, where the attention reads V itself.
+    v_scale: Tensor | None
     # [B, Hq, Sq] fp32, softmax scale * log2(e) * q . k_mean; None unless return_lse, softcap or
     # sinks.
     shift_log2: Tensor | None
@@ -88,6 +91,9 @@ class Codes:
     # queries, which was subtracted from them, times softmax scale * log2(e). Packed: blocks of
     # member i begin at cu_seqlens_q[i] // 128 + i.
     q_mean_log2: Tensor | None
+    # BF16 PV, else None: [groups, Hkv] fp32, of each head the largest squared length of a key's
+    # codes times its squared scale; NaN where a scale is.
+    k_norm: Tensor | None
 
 
 def prepare(call: Call, recipe: Recipe) -> Codes:
@@ -120,7 +126,7 @@ _STRIDES, _MASK, _SIZES = "{qqqq}", "{PqqPP}", "{" + "i" * 28 + "}"
 # What Q becomes; with smoothed Q one place more.
 _Q_OUT, _Q_OUT_SMOOTH = "{PPPf}", "{PPPfP}"
 QUERIES = "P" + _STRIDES + _MASK + _SIZES + _Q_OUT + "Pi"
-KEYS_AND_VALUES = "PPP" + 3 * _STRIDES + _MASK + _SIZES + _Q_OUT + "{PP}P{" + "P" * 10 + "f}"
+KEYS_AND_VALUES = "PPP" + 3 * _STRIDES + _MASK + _SIZES + _Q_OUT + "{PP}P{" + "P" * 11 + "f}"
 # Of torch's allocator, and what TMA asks of a tensor: 16 bytes; whole lines for the rest.
 ALIGNMENT = 256
 # Bytes that one block of threads reduces at least, and parts of a head at most.
@@ -159,6 +165,7 @@ class Plan:
         self.groups = B if form.members is None else form.members
         dp, d8 = qk_columns(recipe, D), -(-Dv // V_PAD) * V_PAD
         row = dp * recipe.qk_bits // 8
+        half_v = recipe.pv in HALVES
         blocks = Skv // PAD + self.groups if packed else -(-Skv // PAD)
         self.kv_pad = blocks * PAD
         q_blocks = Sq // PAD + self.groups if packed else -(-Sq // PAD)
@@ -177,26 +184,29 @@ class Plan:
                 else (B, Hkv, key_scales // 4, 4),
             ),
             "vt8": None
-            if recipe.pv == "fp16"
+            if half_v or form.raw_v
             else (CODE_DTYPE[recipe.pv], (B, Hkv, d8, self.kv_pad)),
-            "v16": (torch.float16, (B, Hkv, self.kv_pad, d8)) if recipe.pv == "fp16" else None,
-            "v_scale": (f32, (self.groups, Hkv, d8)),
+            "v16": (CODE_DTYPE[recipe.pv], (B, Hkv, self.kv_pad, d8))
+            if half_v and not form.raw_v
+            else None,
+            "v_scale": None if form.raw_v else (f32, (self.groups, Hkv, d8)),
             "shift_log2": (f32, (B, Hq, Sq)) if form.shift else None,
             "k_mean": (f32, (self.groups, Hkv, dp)),
             "key_bits": (i32, (B, self.kv_pad // 32)) if form.seen_strides else None,
             "kv_len": (i32, (B,)) if form.seen_strides else None,
             "q_mean_log2": (f32, (B, Hq, q_blocks, dp)) if recipe.smooth_q else None,
+            "k_norm": (f32, (self.groups, Hkv)) if recipe.pv == "bf16" else None,
         }
         working: dict[str, tuple[torch.dtype, tuple[int, ...]] | None] = {
+            # Behind `k_norm` and one another, and zeroed together. `ready` is for the attention:
+            # which parts of blocks of queries that several share are there.
+            "progress": (i32, (self.groups, Hkv, 4)),
+            "ready": (i32, (MOST_PARTS,)),
             "k_sum": (f32, (self.groups, Hkv, chunks, dp)),
             "k_count": (i32, (self.groups, Hkv, chunks)),
             "last_seen": (i32, (self.groups, chunks)),
-            "v_peak": (f32, (self.groups, Hkv, chunks, d8)),
-            "v_inverse": (f32, (self.groups, Hkv, d8)),
-            # Behind one another, and zeroed together. `ready` is for the attention: which parts of
-            # blocks of queries that several share are there.
-            "progress": (i32, (self.groups, Hkv, 4)),
-            "ready": (i32, (MOST_PARTS,)),
+            "v_peak": None if form.raw_v else (f32, (self.groups, Hkv, chunks, d8)),
+            "v_inverse": None if form.raw_v else (f32, (self.groups, Hkv, d8)),
         }
         self.offsets: dict[str, int] = {}
         self.strides: dict[str, tuple[int, ...]] = {}
@@ -209,10 +219,12 @@ class Plan:
                 self.strides[name] = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
         self.scratch_bytes = at
         q_work = B * Hq * q_blocks
-        zeros = (self.offsets["ready"] - self.offsets["progress"]) // 4 + MOST_PARTS
+        first_zero = "progress" if self.tensors["k_norm"] is None else "k_norm"
+        zeros = (self.offsets["ready"] - self.offsets[first_zero]) // 4 + MOST_PARTS
         rows = B * Hkv
-        chunk_units = 2 * chunks * (self.groups if packed else 1)
-        block_units = 2 * blocks
+        read = 1 if form.raw_v else 2  # K, and V
+        chunk_units = read * chunks * (self.groups if packed else 1)
+        block_units = read * blocks
         ahead = min(rows, -(-BYTES_AHEAD // (block_units * PAD * row_bytes)))
         few = form.shift or form.raw_q
         self.queries_blocks = min(64, -(-zeros // 256)) if few else q_work
@@ -237,7 +249,7 @@ class Plan:
             q_out.append("+q_mean_log2")
         self.queries_args = _moving(
             self.offsets,
-            ["q", *strides[0], *mask, *sizes, *q_out, "+progress", zeros],
+            ["q", *strides[0], *mask, *sizes, *q_out, f"+{first_zero}", zeros],
         )
         self.keys_args = _moving(
             self.offsets,
@@ -248,9 +260,9 @@ class Plan:
                 *sizes,
                 *q_out,
                 *("+k8", "+k_scale"),
-                "+v16" if recipe.pv == "fp16" else "+vt8",
+                "+v16" if half_v else "+vt8",
                 *("+k_sum", "+k_count", "+last_seen", "+v_peak", "+k_mean", "+v_scale"),
-                *("+v_inverse", "+progress", "+key_bits", "+kv_len"),
+                *("+v_inverse", "+progress", "+k_norm", "+key_bits", "+kv_len"),
                 float(recipe.v_range),
             ],
         )
@@ -321,7 +333,7 @@ def instances(
 ) -> tuple[Program, ...]:
     """The programs that `sagepatch build` compiles ahead: common head sizes, every recipe's
     pre-pass, with and without a log-sum-exp; with `raw_q` for an attention that makes the codes of
-    Q itself wherever it can.
+    Q itself, and reads V itself, wherever it can.
     """
     found: dict[Program, None] = {}
     for recipe in recipes:
@@ -334,6 +346,7 @@ def instances(
                         *(recipe, target, shape, shape, head_dim, strides, strides, strides),
                         *((dtype, dtype, dtype), True, None, None, shift),
                         raw_q=raw_q and not shift and recipe.q_granularity == "token",
+                        raw_v=raw_q and reads_values(recipe, dtype),
                     )
                     found[plan_of(form).program] = None
     return tuple(found)

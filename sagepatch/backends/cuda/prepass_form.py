@@ -10,7 +10,7 @@ import torch
 
 from sagepatch.backends.cuda.build import TARGETS
 from sagepatch.errors import InvalidArgument
-from sagepatch.numerics.recipe import Recipe
+from sagepatch.numerics.recipe import CODE_DTYPE, Recipe
 from sagepatch.spec import Call, MaskKind, arch_of, mask_kind
 
 # Scratch rows of keys start and end at multiples of this.
@@ -21,6 +21,8 @@ QK_PAD = 32
 # Head sizes of V are padded to multiples of this: n of wgmma.
 V_PAD = 8
 MOST_HEAD_DIM = 256
+# P and V in 16 bits.
+HALVES = ("fp16", "bf16")
 # Where the compiler wants more registers than three blocks of threads leave.
 FEW_REGISTERS = ("sm_120a", "sm_121a")
 _TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
@@ -44,6 +46,7 @@ class Form:
     members: int | None
     shift: bool
     raw_q: bool = False  # the attention makes the codes of Q
+    raw_v: bool = False  # the attention reads V itself
 
 
 def refusal(recipe: Recipe) -> str | None:
@@ -54,7 +57,7 @@ def refusal(recipe: Recipe) -> str | None:
         "smoothed V": recipe.smooth_v,
         "unsmoothed K": not recipe.smooth_k,
         "rotation": recipe.rotate,
-        f"{recipe.pv} values": recipe.pv not in ("e4m3", "fp16", "int8"),
+        f"{recipe.pv} values": recipe.pv not in ("e4m3", "fp16", "bf16", "int8"),
         f"a scale per {recipe.q_granularity} of Q": recipe.q_granularity not in ("token", "block"),
         f"a scale per {recipe.k_granularity} of K": recipe.k_granularity
         not in ("token", "block", "thread"),
@@ -69,8 +72,17 @@ def refusal(recipe: Recipe) -> str | None:
     return f"recipe {recipe.name} asks for {', '.join(found)}, which the CUDA pre-pass has not"
 
 
-def form_of(call: Call, recipe: Recipe, *, raw_q: bool = False) -> Form:
-    """The part of a call that decides how it is prepared; with `raw_q` its queries are not."""
+def reads_values(recipe: Recipe, dtype: torch.dtype) -> bool:
+    """Whether an attention by `recipe` can take V of this type as it is: FP32 sums take FP16 of any
+    magnitude.
+    """
+    return recipe.pv in HALVES and recipe.accumulate == "fp32" and CODE_DTYPE[recipe.pv] == dtype
+
+
+def form_of(call: Call, recipe: Recipe, *, raw_q: bool = False, raw_v: bool = False) -> Form:
+    """The part of a call that decides how it is prepared; with `raw_q` its queries are not, with
+    `raw_v` its values are not.
+    """
     q, k, v = call.q, call.k, call.v
     arch = arch_of(q.device)
     mask = call.attn_mask
@@ -100,6 +112,7 @@ def form_of(call: Call, recipe: Recipe, *, raw_q: bool = False) -> Form:
         None if call.cu_seqlens_kv is None else call.cu_seqlens_kv.numel() - 1,
         call.return_lse or call.softcap is not None or call.sinks is not None,
         raw_q,
+        raw_v,
     )
 
 
@@ -138,7 +151,7 @@ def macros(form: Form, strides: list[tuple[int, ...]]) -> tuple[tuple[str, int |
         ("Q_BLOCK", int(recipe.q_granularity == "block")),
         ("K_GROUPS", {"token": 0, "block": 1, "thread": 4}[recipe.k_granularity]),
         ("K_BLOCK", recipe.k_block if recipe.k_granularity == "block" else 64),
-        ("FP16_PV", int(recipe.pv == "fp16")),
+        ("FP16_PV", int(recipe.pv in HALVES)),
         ("MASK", 2 if form.members is not None else int(form.seen_strides is not None)),
         ("SHIFT", int(form.shift)),
         *((("QK_BITS", 4),) if recipe.qk_bits == 4 else ()),
@@ -146,4 +159,6 @@ def macros(form: Form, strides: list[tuple[int, ...]]) -> tuple[tuple[str, int |
         *((("SMOOTH_Q", 1),) if recipe.smooth_q else ()),
         *((("RESIDENT_THREADS", 512),) if form.target in FEW_REGISTERS else ()),
         *((("RAW_Q", 1),) if form.raw_q else ()),
+        *((("RAW_V", 1),) if form.raw_v else ()),
+        *((("BF16_PV", 1), ("K_NORM", 1)) if recipe.pv == "bf16" else ()),
     )

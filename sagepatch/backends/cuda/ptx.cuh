@@ -103,6 +103,19 @@ __device__ __forceinline__ u32 e4m3x4(float a, float b, float c, float d) {
   return out;
 }
 
+// The sum of the squares of four INT8 codes.
+__device__ __forceinline__ int squares(u32 codes) {
+  int out;
+  asm("dp4a.s32.s32 %0, %1, %1, %2;" : "=r"(out) : "r"(codes), "r"(0));
+  return out;
+}
+
+__device__ __forceinline__ u32 bf16x2(float a, float b) {
+  u32 out;
+  asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(out) : "f"(a), "f"(b));
+  return out;
+}
+
 __device__ __forceinline__ u32 fp16x2(float a, float b) {
   u32 out;
   asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(out) : "f"(a), "f"(b));

@@ -200,7 +200,7 @@ __device__ __forceinline__ void quantise_k(const void* data, const Strides& s, c
   }
   const i64 first_row = ((i64)batch * n.heads.by + head) * n.kv_pad + block * ROWS;
   constexpr int SHARE = QK_LANES / QK_PASSES;
-  float inverse[HALVES];
+  float inverse[HALVES], power[HALVES] = {};
   if constexpr (K_GROUPS == 0) {
     const Scaling k = scaling(over_threads<Largest, QK_LANES>(amax), MOST_QK);
     if (lane % SHARE == 0)
@@ -227,9 +227,13 @@ __device__ __forceinline__ void quantise_k(const void* data, const Strides& s, c
       out.scale[first_row / 16 + threadIdx.x] = at_most(scale, MOST_K_SCALE);
     }
 #pragma unroll
-    for (int h = 0; h < HALVES; h++)
-      inverse[h] = scaling(peak(QK_ROWS > 64 ? row / 64 : h, thread_group), MOST_QK).inverse;
+    for (int h = 0; h < HALVES; h++) {
+      const Scaling of = scaling(peak(QK_ROWS > 64 ? row / 64 : h, thread_group), MOST_QK);
+      inverse[h] = of.inverse;
+      power[h] = at_most(of.scale, MOST_K_SCALE) * at_most(of.scale, MOST_K_SCALE);
+    }
   }
+  float norms[QK_PASSES];
 #pragma unroll
   for (int p = 0; p < QK_PASSES; p++) {
     const int r = p * QK_ROWS + row;
@@ -251,11 +255,17 @@ __device__ __forceinline__ void quantise_k(const void* data, const Strides& s, c
                        by);
     }
     if (lane * 8 < DP) *(uint2*)(out.codes + (first_row + r) * DP + lane * 8) = codes;
+    norms[p] = K_NORM ? (float)(squares(codes.x) + squares(codes.y)) * power[HALVES == 1 ? 0 : p * QK_ROWS / 64] : 0.f;
+  }
+  if constexpr (K_NORM) {
+    float most = over_threads<Largest, 32>(over_threads<Sum, QK_LANES>(norms));
+    if (threadIdx.x % 32 == 0)
+      atomicMax(&known.k_norm[group_head], __float_as_int(most));
   }
 }
 
-// [ROWS, V_HEAD] to [D8, ROWS] in E4M3 or INT8, keys in the order of the operand P; or to FP16 in
-// place.
+// [ROWS, V_HEAD] to [D8, ROWS] in E4M3 or INT8, keys in the order of the operand P; or to FP16 or
+// BF16 in place.
 __device__ __forceinline__ void quantise_v(const void* data, const Strides& s, const Mask& mask,
                                            const Sizes& n, void* out, int batch, int head,
                                            int block, const Statistics& known) {
@@ -296,7 +306,8 @@ __device__ __forceinline__ void quantise_v(const void* data, const Strides& s, c
         const int w = p * V_ROWS + row;
         const Eight<V_TYPE>& y = x[p][j];
         const auto two = [&](int c) {
-          return fp16x2(__fmul_rn(y[c], inverse[c]), __fmul_rn(y[c + 1], inverse[c + 1]));
+          const float a = __fmul_rn(y[c], inverse[c]), b = __fmul_rn(y[c + 1], inverse[c + 1]);
+          return BF16_PV ? bf16x2(a, b) : fp16x2(a, b);
         };
         if (w < WORDS && lane * 8 < D8)
           *(uint4*)((unsigned short*)out + (first_row + key_of(p, j)) * D8 + lane * 8) =

@@ -17,6 +17,7 @@ struct Statistics {
   float* v_scale;    // [groups, heads, D8]
   float* v_inverse;  // [groups, heads, D8]
   Progress* progress;
+  int* k_norm;       // [groups, heads] with K_NORM, zeros: largest |codes|^2 scale^2 of a key, as bits
   u32* key_bits;
   int* kv_len;
   float v_range;

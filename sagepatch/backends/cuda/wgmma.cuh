@@ -149,9 +149,13 @@ MMA_QK(128, 64, "%64", "%65", "%66")
 MMA_QK(192, 96, "%96", "%97", "%98")
 
 // d [64, n] (+)= a [64, k] b [k, n], P in registers. k is 32 for E4M3 (V^T, keys contiguous) and 16
-// for FP16 (V, channels contiguous: the last immediate says so).
+// for FP16 and BF16 (V, channels contiguous: the last immediate says so).
 #if HALF_V
+#if BF16_V
+#define PV_CODES ".bf16.bf16"
+#else
 #define PV_CODES ".f16.f16"
+#endif
 #define PV_STEP "k16"
 #define PV_TAIL ", p, 1, 1, 1;}"
 #else

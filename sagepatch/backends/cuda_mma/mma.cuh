@@ -139,9 +139,3 @@ __device__ __forceinline__ float from_fp16_pair(u32 x) {
       : "r"(x));
   return out;
 }
-
-__device__ __forceinline__ u32 bf16x2(float a, float b) {
-  u32 out;
-  asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(out) : "f"(a), "f"(b));
-  return out;
-}

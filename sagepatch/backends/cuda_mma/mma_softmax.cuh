@@ -157,8 +157,10 @@ __device__ __forceinline__ void softmax_of_floats(int (&S)[N_TILES][4],
             const float add = mask_number<MASK_TYPE>(mask.at, at);
             keep = add != -infinity();
             s = __fmaf_rn(add, LOG2E, s);
-            // finfo.min times log2(e) is -inf: back to the lowest number. NaN stays.
+            // finfo.min times log2(e) is -inf: back to the lowest number, as finfo.max to the
+            // highest. NaN stays, and what is infinite in the mask becomes it.
             s = s < -FLOAT_MAX ? -FLOAT_MAX : s;
+            if (s == infinity() && add != infinity()) s = FLOAT_MAX;
           }
         }
         s = keep ? s : -infinity();

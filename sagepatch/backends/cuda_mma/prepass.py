@@ -50,6 +50,7 @@ def prepare(call: Call, recipe: Recipe, target: str) -> Codes:
     codes = plan.codes(scratch)
     values = codes.vt8 if codes.vt8 is not None else codes.v16
     assert values is not None
+    assert codes.v_scale is not None
     scores = None
     if codes.q_mean_log2 is not None:
         scores = mean_scores(call, codes.q_mean_log2, codes.k_mean, plan.kv_pad, target)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagepatch.backends.chain import Link
+from sagepatch.backends.links import Link
 from sagepatch.backends.triton.launching import Recording, launch, links_of, tensors_of
 from sagepatch.backends.triton.primitives import (
     LOG2E,

@@ -13,9 +13,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sagepatch.backends import prepared
-from sagepatch.backends.chain import Argument, Link, Moving, MovingMap
 from sagepatch.backends.cuda.cubin import resources
 from sagepatch.backends.driver import PROMOTION_128_BYTES, tensor_map
+from sagepatch.backends.links import Argument, Link, Moving, MovingMap
 from sagepatch.backends.parameters import FLAG, FLOAT, INT, LONG, MAP, POINTER, Layout
 from sagepatch.spec import Call
 

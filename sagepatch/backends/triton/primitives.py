@@ -14,6 +14,7 @@ RINT = tl.constexpr(12582912.0)
 # Below this the reciprocal 127/amax overflows: such a group is zeros.
 TINY = tl.constexpr(1e-35)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
+HIGHEST = tl.constexpr(3.4028234663852886e38)
 NO_MASK = tl.constexpr(0)
 BOOL_MASK = tl.constexpr(1)
 ADDITIVE_MASK = tl.constexpr(2)
@@ -129,16 +130,16 @@ def masked(scores, seen, value, MASK):
     """`scores` in base 2 with the tile `value` of the mask applied and everything not `seen` at
     -inf.
 
-    A bias is clamped to the lowest fp32 after the change to base 2, so that a row of finfo.min
-    stays the mean of V.
+    A bias is clamped to fp32's range after the change to base 2, so that a row of finfo.min stays
+    the mean of V; +inf and NaN spoil their row, as in SDPA.
     """
     if MASK == 1:
         seen &= value != 0
     elif MASK == 2:
         seen &= value != float("-inf")
-        bias = tl.maximum(value.to(tl.float32) * LOG2E, LOWEST)
-        # A maximum drops NaN; a NaN in the mask must reach the output.
-        bias = tl.where(value != value, float("nan"), bias)
+        bias = tl.minimum(tl.maximum(value.to(tl.float32) * LOG2E, LOWEST), HIGHEST)
+        # A maximum drops NaN; one in the mask must reach the output.
+        bias = tl.where(value < float("inf"), bias, float("nan"))
         total = scores + bias
         scores = tl.where(total < LOWEST, LOWEST, total)
     return tl.where(seen, scores, float("-inf"))

@@ -79,7 +79,8 @@ function select(cell) {
   }
   $("heat-detail").textContent =
     `${layer.site}, ${step}, ${variant}: cosine ${number(found.cosine).toFixed(5)} in head ${found.worst_head}, ` +
-    `relative L1 ${number(found.rel_l1).toFixed(4)}, norm ratio ${number(found.norm_ratio).toFixed(4)}.`;
+    `relative L1 ${number(found.rel_l1).toFixed(4)}, norm ratio ${number(found.norm_ratio).toFixed(4)}; ` +
+    `measured on ${layer.measured_on[variant]} of ${plural(layer.prompts, "prompt")}.`;
 }
 
 // One bar a head: how far its cosine is from 1, against what the threshold admits.

@@ -25,18 +25,14 @@ function refusal(candidate, threshold) {
 }
 
 // Whether a kernel is so much faster than exact attention that a plan takes it.
-const pays = (us, exact, facts) =>
-  exact >= facts.short_us &&
-  us <= exact - Math.max(facts.least_gain * exact, facts.least_gain_us);
+const pays = (us, exact, facts) => us <= exact - facts.least_gain * exact;
 
 // The fastest admissible candidate of a layer in a part of the schedule, exact attention included:
 // its name, why, and the other admissible ones, best first.
 function choose(layer, threshold, facts) {
   const exact = (why, others = []) => ({ variant: facts.exact, why, others });
-  if (layer.samples < facts.fewest_samples) {
-    return exact(`only ${layer.samples} of ${facts.fewest_samples} samples seen: stays exact`);
-  }
-  if (!layer.candidates.length) return exact("no quantised kernel serves this layer here");
+  if (layer.unseen) return exact(layer.unseen);
+  if (!layer.candidates.length) return exact(facts.none_serves);
   const refused = new Map(layer.candidates.map((one) => [one, refusal(one, threshold)]));
   const rank = (one) => facts.kernels[one.variant].rank;
   const admissible = layer.candidates
@@ -55,10 +51,10 @@ function choose(layer, threshold, facts) {
     }
   }
   if (layer.us_exact !== null && (best === null || !pays(best.us, layer.us_exact, facts))) {
-    const shown = best === null ? "none was timed" : `${best.variant} takes ${best.us.toFixed(0)} us`;
+    const host = best !== null && best.by_host ? " of the host" : "";
+    const shown = best === null ? "none was timed" : `${best.variant} takes ${best.us.toFixed(0)} us${host}`;
     const faster = best !== null && best.us < layer.us_exact;
-    const short = layer.us_exact < facts.short_us ? "too short a call" : "too little is gained";
-    const won = faster ? short : "exact is fastest";
+    const won = faster ? "too little is gained" : "exact is fastest";
     const why = `${won}: ${layer.us_exact.toFixed(0)} us, ${shown}`;
     return exact(why, admissible.map((one) => one.variant));
   }
