@@ -5,7 +5,7 @@ writes what ran, what failed and how near the bounds it came, one row a kernel.
 
 Needs pytest, pytest-xdist and hypothesis. A lane is one set of head sizes, types and options of a
 kernel; the first lanes of all kernels run before the second ones, so that `--seconds` may cut the
-end off.
+end off. Ends with 1 where a call missed its bound.
 """
 
 from __future__ import annotations
@@ -132,6 +132,7 @@ def main() -> None:
             f"{sum(row['failures'] for row in mine)} failed, at most "
             f"{max(float(row['worst_of_bound']) for row in mine):.3f} of a bound"
         )
+    sys.exit(1 if any(row["failures"] for row in found) else 0)
 
 
 if __name__ == "__main__":

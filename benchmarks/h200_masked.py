@@ -5,7 +5,8 @@ which a prompt fills some; 24 heads of 128, bf16, whole calls.
 
 A rate counts the work of valid keys only, 4 heads q_len valid_keys head_dim over the time, so that
 `of_unmasked` is what skipping leaves of the unmasked rate. Runs of one round are in random order; a
-kernel is timed after both of its results agreed with exact attention.
+kernel is timed after both of its results agreed with exact attention; where one did not, the script
+ends with 1.
 """
 
 from __future__ import annotations
@@ -101,8 +102,8 @@ def once_ms(run: Callable[[], object]) -> float:
     return float(start.elapsed_time(stop))
 
 
-def measure(shape: Shape, rounds: int) -> list[dict[str, Any]]:
-    """Rows of one shape: every kernel, without and with the mask."""
+def measure(shape: Shape, rounds: int) -> tuple[list[dict[str, Any]], int]:
+    """Rows of one shape: every kernel, without and with the mask; and how many were wrong."""
     made = calls(shape)
     # Without a mask: with one, torch adds it as a bias and never skips a tile.
     runs: dict[tuple[str, str], Callable[[], Tensor]] = {
@@ -155,7 +156,7 @@ def measure(shape: Shape, rounds: int) -> list[dict[str, Any]]:
             f"{rates[name, mask]:6.1f} TFLOPS, {rows[-1]['of_unmasked']} of unmasked",
             flush=True,
         )
-    return rows
+    return rows, len(runs) - len(rows)
 
 
 def main() -> None:
@@ -182,10 +183,13 @@ def main() -> None:
     with open(args.out, "w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS)
         writer.writeheader()
+        wrong = 0
         for shape in SHAPES:
-            for row in measure(shape, args.rounds):
-                writer.writerow({**row, **facts})
+            rows, untimed = measure(shape, args.rounds)
+            writer.writerows({**row, **facts} for row in rows)
+            wrong += untimed
             file.flush()
+    sys.exit(1 if wrong else 0)
 
 
 if __name__ == "__main__":

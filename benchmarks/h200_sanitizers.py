@@ -7,7 +7,7 @@ Runs the kernels alone, on small calls; tests/backends/test_cuda_*.py say whethe
 Only our kernels are instrumented. Racecheck follows what threads read and write in shared memory;
 what the copy engine and the tensor cores do there it does not see (the row `no wait for a copy`):
 for that there is h200_schedule.py. `complete`: the tool came to its summary, and the process,
-unless it has a fault, to its end.
+unless it has a fault, to its end. Ends with 1 where a tool had a word on a kernel without a fault.
 """
 
 from __future__ import annotations
@@ -187,6 +187,11 @@ def row(tool: str, name: str, said: str, ended: bool) -> dict[str, Any]:
     }
 
 
+def wrong(found: dict[str, Any]) -> bool:
+    """Whether a tool had a word on a kernel that has no fault."""
+    return found["recipe"] not in FAULTS and found["errors"] > 0
+
+
 def of_recipe(recipe: str, until: float) -> list[dict[str, Any]]:
     """All tools on one recipe, after a run of its own that compiles."""
     watched(None, recipe, until)
@@ -248,6 +253,7 @@ def main() -> None:
         writer = csv.DictWriter(file, FIELDS)
         writer.writeheader()
         writer.writerows({**found, **facts} for found in rows)
+    sys.exit(1 if any(wrong(found) for found in rows) else 0)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ must be seen. One row a recipe, head size and form, and one a fault.
 which ends all waits; `quiet_*` the same of runs of the same machine code with delays of 0, and
 `unlike_quiet` seeds whose output was not that of such a run. A fault is `seen` if any run was
 either, or if its process died or hung once its kernels were loaded. Recipe, size and form of a
-fault are the call that it was put into.
+fault are the call that it was put into. Ends with 1 where a form differed, gave up
+or died, or one with nothing taken out was seen.
 """
 
 from __future__ import annotations
@@ -266,7 +267,15 @@ def rows_of(job: dict[str, Any], file: Path, outcome: str) -> list[dict[str, Any
         missing = wanted - {row["form"] for row in rows}
         if missing:
             print(job["recipe"], job["dim"], outcome, "before", *sorted(missing), said, flush=True)
-        return [{**row, "outcome": "ended"} for row in rows]
+        ended = [{**row, "outcome": "ended"} for row in rows]
+        if outcome == "cut off":
+            return ended
+        # Those that did not run because a process died or hung are rows too: nothing else tells.
+        kept = {name: job[name] for name in ("kind", "what", "recipe", "dim")}
+        none = dict.fromkeys(("seeds", "differs", "unlike_quiet", "gave_up", "quiet_differs"), 0)
+        return ended + [
+            {**kept, "form": form, **none, "outcome": outcome} for form in sorted(missing)
+        ]
     if outcome != "ended":
         print(job["what"], outcome, said, flush=True)
     # Without a row its kernels were not even loaded.
@@ -323,17 +332,22 @@ def main() -> None:
         writer = csv.DictWriter(file, FIELDS, restval="")
         writer.writeheader()
         writer.writerows({**row, **facts} for row in found)
-    summarise(found)
+    sys.exit(summarise(found))
 
 
-def summarise(found: list[dict[str, Any]]) -> None:
+def summarise(found: list[dict[str, Any]]) -> int:
+    """Say what was found; 1 where kernels that serve, or those with nothing taken out, differ."""
     whole = [row for row in found if row["kind"] == "whole"]
     faults = [row for row in found if row["kind"] == "fault" and row["what"] != NO_FAULT]
     sound = [row for row in found if row["what"] == NO_FAULT and row["outcome"] != "not run"]
-    bad = [r for r in whole if r["differs"] or r["gave_up"] or r["quiet_differs"]]
+    bad = [
+        row
+        for row in whole
+        if row["outcome"] != "ended" or row["differs"] or row["gave_up"] or row["quiet_differs"]
+    ]
     print(
         f"{len(whole)} forms, {sum(row['seeds'] for row in whole)} runs with delays, "
-        f"{len(bad)} forms that differ or gave up"
+        f"{len(bad)} forms that differ, gave up or did not end"
     )
     for row in bad[:8]:
         print(*(row[n] for n in ("recipe", "dim", "form", "differs", "unlike_quiet", "gave_up")))
@@ -352,6 +366,7 @@ def summarise(found: list[dict[str, Any]]) -> None:
         f"with nothing taken out {len(sound) - len(wrong)} of {len(sound)} as they should; not:",
         *wrong,
     )
+    return 1 if bad or wrong else 0
 
 
 if __name__ == "__main__":
