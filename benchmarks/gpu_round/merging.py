@@ -62,7 +62,17 @@ TABLES = {
     "h200_counters.csv": Table(*[("kernel", "way", "b", "h", "s", "d")] * 2),
     "h200_cuda_tiles.csv": Table(("shape", "recipe", "way"), ("shape", "recipe")),
     "h200_triton_tiles.csv": Table(
-        ("recipe", "head_dim", "causal", "block_m", "block_n", "warps", "stages", "tma"),
+        (
+            "recipe",
+            "head_dim",
+            "causal",
+            "block_m",
+            "block_n",
+            "warps",
+            "stages",
+            "tma",
+            "registers",
+        ),
         ("recipe", "head_dim", "causal"),
     ),
     "h200_rotary.csv": Table(("model", "what", "mode"), ("model",)),
@@ -83,7 +93,7 @@ TABLES = {
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """A table after new rows: all of it, what to say of it, and the commits of what was replaced."""
+    """A table after new rows: all of it, what to say of it, and the commits of what was there."""
 
     rows: list[Row]
     said: list[str]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import csv
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -156,7 +157,7 @@ class Round:
         mine = out / job.name
         mine.mkdir()
         words = command_of(job, out, self.folder.about["commit"], workers)
-        shown = " ".join("python" if word == sys.executable else word for word in words)
+        shown = shlex.join(["python", *words[1:]])
         record = Record(job.name, OK, command=shown, writes=dict(job.writes))
         say(f"{job.name} begins: {shown}")
         started = Started(
