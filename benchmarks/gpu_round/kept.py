@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks.quality.tables import head
 
 ROOT = Path(__file__).resolve().parents[2]
+CODE = ("sagepatch", "benchmarks", "tests")
 SUMMARY = "summary"
 COUNTED = ("passed", "failed", "errors", "skipped")
 # What became of a job. `ENDED`: it took too long; `LATE`: there was no time to begin it.
@@ -95,10 +96,10 @@ def path_of_children() -> str:
 
 
 def changed() -> list[str]:
-    """Files that differ from the commit; empty without git."""
+    """Files of code that differ from the commit; empty without git."""
     if not (ROOT / ".git").exists():
         return []
-    asked = ["git", "-C", str(ROOT), "status", "--porcelain"]
+    asked = ["git", "-C", str(ROOT), "status", "--porcelain", "--", *CODE]
     found = subprocess.run(asked, capture_output=True, text=True, check=False)
     return [line[3:] for line in found.stdout.splitlines()]
 

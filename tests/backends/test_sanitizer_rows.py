@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from h200_sanitizers import FAULTS, row
+from h200_sanitizers import FAULTS, row, wrong
 
 CALLED = "called plain\ncalled causal\n"
 FAULT = "control: keys end too early"
@@ -42,3 +42,11 @@ def test_rows_say_what_the_tool_said(name, said, ended, calls, errors, complete)
     assert FAULT in FAULTS
     found = row("memcheck", name, said, ended)
     assert (found["calls"], found["errors"], found["complete"]) == (calls, errors, complete)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "errors", "is_wrong"),
+    [("sage2_8", 1, True), ("sage2_8", 0, False), (FAULT, 9, False)],
+)
+def test_a_word_on_a_kernel_is_wrong_and_one_on_a_fault_is_wanted(recipe, errors, is_wrong):
+    assert wrong({"recipe": recipe, "errors": errors}) == is_wrong

@@ -4,6 +4,7 @@ serve, with delays, and leave those that serve alone. Needs no GPU.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import types
@@ -129,6 +130,29 @@ def test_a_fault_leaves_a_row_after_every_run(stand_in, tmp_path):
     rows = [dict(row) for row in h200_schedule.of_fault(job, 2, 1, tmp_path)]
     assert [row["quiet_runs"] + row["seeds"] for row in rows] == [0, 1, 2, 3, 3]
     assert "attention_noise.cu" in stand_in.loaded
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"), [("ended", 0), ("cut off", 0), ("died", 1), ("hung", 1)]
+)
+def test_a_form_whose_process_died_is_a_row_and_makes_the_script_fail(tmp_path, outcome, code):
+    forms = ["dense", "causal"]
+    job = {"kind": "whole", "what": "", "recipe": "sage2_8", "dim": 128, "forms": forms}
+    none = dict.fromkeys(("differs", "unlike_quiet", "gave_up", "quiet_differs"), 0)
+    row = {name: job[name] for name in ("kind", "what", "recipe", "dim")} | none | {"seeds": 4}
+    ran = forms if outcome == "ended" else forms[:1]
+    file = tmp_path / "0.jsonl"
+    file.write_text("".join(json.dumps({**row, "form": form}) + "\n" for form in ran))
+    rows = h200_schedule.rows_of(job, file, outcome)
+    assert [(r["form"], r["outcome"]) for r in rows][len(ran) :] == [("causal", outcome)] * code
+    assert h200_schedule.summarise(rows) == code
+
+
+def test_a_form_that_differs_makes_the_script_fail(capsys):
+    row = dict.fromkeys(("seeds", "differs", "unlike_quiet", "gave_up", "quiet_differs"), 0)
+    row |= {"kind": "whole", "what": "", "recipe": "sage2_8", "dim": 64, "form": "dense"}
+    assert h200_schedule.summarise([row | {"outcome": "ended", "differs": 1}]) == 1
+    assert "1 forms that differ, gave up or did not end" in capsys.readouterr().out
 
 
 @needs_compiler
