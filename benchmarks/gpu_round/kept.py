@@ -64,6 +64,16 @@ def counts(said: str) -> dict[str, int]:
     return found
 
 
+def progress(said: str) -> dict[str, int]:
+    """The same from pytest's lines of one letter a test, where it was killed before it closed.
+
+    >>> progress("..F.s [ 50%]\n.E")
+    {'passed': 4, 'failed': 1, 'errors': 1, 'skipped': 1}
+    """
+    letters = "".join(re.findall(r"^([.FEsxX]+)(?: *\[ *\d+%\])?$", said, re.MULTILINE))
+    return {name: letters.count(letter) for name, letter in zip(COUNTED, ".FEs", strict=True)}
+
+
 def facts(commit: str | None) -> dict[str, Any]:
     """What all jobs share: the commit and what was changed since, the machine, the versions.
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 MARK = "SAGEPATCH_GPU_ROUND_JOB"
 # Seconds that a job has after it was asked to end: pytest then still tells its counts.
-GRACE = 3.0
+GRACE = 5.0
 # Seconds that killed processes are waited for.
 PATIENCE = 20.0
 PROCESSES = Path("/proc")

@@ -30,6 +30,7 @@ from benchmarks.gpu_round.kept import (
     Record,
     counts,
     path_of_children,
+    progress,
 )
 from benchmarks.gpu_round.processes import GRACE, Started
 
@@ -204,7 +205,9 @@ class Round:
     def _note(self, one: Running, code: int) -> None:
         one.record.exit_code, one.record.seconds = code, round(one.started.seconds, 1)
         log = self.folder.out / one.job.name / LOG
-        for name, number in counts(log.read_text(encoding="utf-8", errors="replace")).items():
+        said = log.read_text(encoding="utf-8", errors="replace")
+        found = counts(said) or (progress(said) if one.job.is_pytest else {})
+        for name, number in found.items():
             setattr(one.record, name, number)
 
     def _lacking(self, job: Job) -> list[str]:

@@ -10,13 +10,17 @@ import tarfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rounds import job
 
 from benchmarks.gpu_round import processes, running
-from benchmarks.gpu_round.kept import counts
+from benchmarks.gpu_round.job import PYTEST
+from benchmarks.gpu_round.jobs import chosen
+from benchmarks.gpu_round.kept import counts, progress
+from benchmarks.gpu_round.running import RESERVE as AT_LEAST
 from benchmarks.gpu_round.running import Round
 
 Make = Callable[..., Round]
@@ -87,10 +91,12 @@ def test_a_job_that_overruns_is_ended_and_what_it_left_is_kept(make: Make, tmp_p
     code = TABLE + "\nimport time; print('begun', flush=True)\ntime.sleep(60)"
     began = time.monotonic()
     going = make(
-        job("slow", code, writes=(("a.csv", ""),)), job("next", "pass"), seconds=7, cores=1
+        *(job("slow", code, writes=(("a.csv", ""),)), job("next", "pass")),
+        seconds=AT_LEAST + 3,
+        cores=1,
     )
     found = outcomes(going)
-    assert time.monotonic() - began < 12
+    assert time.monotonic() - began < AT_LEAST + 6
     assert found["slow"] == ("ended", "the round's time was over; usually 1 s")
     assert found["next"][0] == "not reached"
     with tarfile.open(tmp_path / "out.tar") as tar:
@@ -156,7 +162,7 @@ def test_a_job_of_more_cores_than_there_are_gets_those(make: Make) -> None:
 @pytest.mark.parametrize("ends", [True, False], ids=["ends by itself", "is ended"])
 def test_no_child_of_a_job_survives(make: Make, tmp_path: Path, ends: bool) -> None:
     code = CHILD + ("" if ends else "time.sleep(60)")
-    make(job("parent", code), seconds=None if ends else 8).run()
+    make(job("parent", code), seconds=None if ends else AT_LEAST + 3).run()
     child = int((tmp_path / "out" / "parent" / "pid").read_text())
     assert not alive(child)
 
@@ -239,11 +245,36 @@ def test_pytests_closing_line(said: str, found: tuple[int, ...] | None) -> None:
     assert tuple(counts(said).values()) == (found or ())
 
 
+def test_tests_are_counted_where_pytest_was_killed(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tuple(progress("...F [ 10%]\n..s\nE.\nFAILED a.py ...\n.").values()) == (7, 1, 1, 1)
+    tests = tmp_path / "test_one.py"
+    # Does not hear when it is asked to end.
+    tests.write_text(
+        "import signal, time\n"
+        "def test_one(): pass\n"
+        "def test_two():\n"
+        "    signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "    time.sleep(60)\n"
+    )
+    monkeypatch.setattr(processes, "GRACE", 0.3)
+    going = make(replace(job("tests", ""), command=(*PYTEST, "-q", str(tests))))
+    log = tmp_path / "out" / "tests" / "log.txt"
+
+    def stop() -> None:
+        while not log.exists() or "." not in log.read_text():
+            time.sleep(0.05)
+        going.stopped = True
+
+    threading.Thread(target=stop).start()
+    (record,) = going.run()
+    assert (record.outcome, record.passed, record.failed) == ("interrupted", 1, 0)
+
+
 def test_pytest_gets_its_processes_only_where_it_can_have_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from benchmarks.gpu_round.jobs import chosen
-
     (tested,) = chosen(["test_cuda_masks"])
     for there, last in ((True, ["-n", "6"]), (False, ["tests/backends/test_cuda_masks.py"])):
         monkeypatch.setattr(running, "is_there", lambda need, there=there: there)
@@ -252,10 +283,6 @@ def test_pytest_gets_its_processes_only_where_it_can_have_them(
 
 
 def test_a_run_of_tests_of_which_none_ran_proves_nothing(make: Make, tmp_path: Path) -> None:
-    from dataclasses import replace
-
-    from benchmarks.gpu_round.job import PYTEST
-
     tests = tmp_path / "test_one.py"
     tests.write_text("import pytest\n@pytest.mark.skip\ndef test_one(): pass\n")
     skipping = replace(job("tests", ""), command=(*PYTEST, str(tests)))
