@@ -29,18 +29,18 @@ MOST_LISTED = 20
 class Table:
     """What makes rows the same. All rows with one key are replaced together, so that an empty key
     replaces the whole table; of columns in `cut` only what stands before the separator counts. Rows
-    of one `group` compare only if one run made them.
+    of one `group`, its key if None, compare only if one run made them.
     """
 
     key: tuple[str, ...] = ()
-    group: tuple[str, ...] = ()
+    group: tuple[str, ...] | None = None
     cut: Mapping[str, str] = field(default_factory=dict)
 
     def key_of(self, row: Row) -> tuple[str, ...]:
         return self._values(row, self.key)
 
     def group_of(self, row: Row) -> tuple[str, ...]:
-        return self._values(row, self.group)
+        return self._values(row, self.key if self.group is None else self.group)
 
     def _values(self, row: Row, columns: Sequence[str]) -> tuple[str, ...]:
         return tuple(
@@ -56,22 +56,15 @@ TABLES = {
     "h200_masked.csv": Table(("shape", "variant", "mask"), ("shape",)),
     "h200_end_to_end.csv": _FORWARD,
     "h200_end_to_end_parts.csv": _FORWARD,
-    "h200_fuzz.csv": Table(("toolchain", "recipe"), ("toolchain", "recipe")),
-    "h200_sanitizers.csv": Table(("tool", "recipe"), ("tool", "recipe")),
-    "h200_schedule.csv": Table(*[("kind", "what", "recipe", "dim", "form")] * 2),
-    "h200_counters.csv": Table(*[("kernel", "way", "b", "h", "s", "d")] * 2),
+    "h200_fuzz.csv": Table(("toolchain", "recipe")),
+    "h200_sanitizers.csv": Table(("tool", "recipe")),
+    "h200_schedule.csv": Table(("kind", "what", "recipe", "dim", "form")),
+    "h200_counters.csv": Table(("kernel", "way", "b", "h", "s", "d")),
     "h200_cuda_tiles.csv": Table(("shape", "recipe", "way"), ("shape", "recipe")),
     "h200_triton_tiles.csv": Table(
         (
-            "recipe",
-            "head_dim",
-            "causal",
-            "block_m",
-            "block_n",
-            "warps",
-            "stages",
-            "tma",
-            "registers",
+            *("recipe", "head_dim", "causal", "block_m", "block_n"),
+            *("warps", "stages", "tma", "registers"),
         ),
         ("recipe", "head_dim", "causal"),
     ),
@@ -80,10 +73,10 @@ TABLES = {
     "host_overhead.csv": Table(("toolchain", "recipe", "row"), ("toolchain", "recipe")),
     "host_stages.csv": Table(("toolchain", "recipe", "stage"), ("toolchain", "recipe")),
     "short_calls.csv": Table(("shape", "kernel"), ("shape",)),
-    "calibration_cost.csv": Table(*[("model", "steps", "about")] * 2, {"about": ","}),
+    "calibration_cost.csv": Table(("model", "steps", "about"), cut={"about": ","}),
     "ablations_gpu.csv": Table(("ablation", "setting", "data", "kernel"), ("data",)),
     "ulysses_exchange.csv": Table(("shape", "way", "gpus"), ("shape", "gpus")),
-    "quality/demo_all_captions.csv": Table(("condition",), ("condition",)),
+    "quality/demo_all_captions.csv": Table(("condition",)),
     "quality/demo_pictures.csv": Table(("condition",), ()),
     "quality/demo_steps.csv": Table(("condition", "step"), ()),
     "quality/demo_layers.csv": Table(("layer", "call", "condition"), ("layer",)),

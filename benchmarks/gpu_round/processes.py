@@ -1,7 +1,7 @@
 """One job as processes: started in a group of its own, asked to end, and no child left behind.
 
-A job's processes carry a mark in their environment: some of them start groups and sessions of their
-own, and are found by it wherever they are.
+A job's processes carry a mark in their environment: some of them start groups of their own, and are
+found by it wherever they are.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class Round:
         self.stopped = True
 
     def _begin(self) -> None:
-        """Start jobs from the front of the queue, until one has to wait."""
+        """Start jobs, the first one first, until one has to wait."""
         while self.waiting and not self.stopped:
             job = self.waiting[0]
             left = self.over_at - time.monotonic()

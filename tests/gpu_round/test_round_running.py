@@ -27,7 +27,7 @@ Make = Callable[..., Round]
 LINUX = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks at /proc")
 # Writes a table into its folder.
 TABLE = "import sys; open(sys.argv[1] + '/a.csv', 'w').write('x\\n1\\n2\\n')"
-# Leaves a child in a session of its own, and its number in a file.
+# Leaves a child in a group of its own, and its number in a file.
 CHILD = (
     "import subprocess, sys, time\n"
     "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],"
@@ -290,5 +290,5 @@ def test_a_run_of_tests_of_which_none_ran_proves_nothing(make: Make, tmp_path: P
 
 
 @LINUX
-def test_marks_are_found_in_other_sessions_only_by_their_own() -> None:
+def test_a_mark_finds_only_its_own() -> None:
     assert processes.marked("not a mark of anybody") == []
