@@ -4,7 +4,7 @@ machine can run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from sagepatch.backends.catalogue import BY_NAME, CATALOGUE, SDPA
@@ -126,10 +126,20 @@ def select(
                 return Selection(decision.variant, (*looked, *decisions[place:]))
             decision = Decision(decision.variant, (disproof,))
         looked.append(decision)
-    decisions = tuple(looked)
-    raise VariantRefused(
-        request.variant, [f"{d.variant.name}: {', '.join(d.reasons)}" for d in decisions]
-    )
+    pairs = [(decision.variant, ", ".join(decision.reasons)) for decision in looked]
+    reasons = [f"{variant.name}: {why}" for variant, why in pairs]
+    raise VariantRefused(request.variant, reasons, "; ".join(by_kind(pairs)))
+
+
+def by_kind(pairs: Iterable[tuple[Variant, str]]) -> list[str]:
+    """What speaks against kernels: "kernel: why", those of one toolchain and reason counted."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for variant, why in pairs:
+        found.setdefault((variant.toolchain, why), []).append(variant.name)
+    return [
+        f"{names[0] if len(names) == 1 else f'{len(names)} {toolchain} kernels'}: {why}"
+        for (toolchain, why), names in found.items()
+    ]
 
 
 def wide_stays_exact(spec: AttnSpec, emulate: bool) -> str | None:

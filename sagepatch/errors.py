@@ -52,14 +52,16 @@ class PlanError(SagepatchError):
 
 
 class VariantRefused(SagepatchError):
-    """An explicitly requested kernel cannot serve the call; `reasons` holds all of why."""
+    """An explicitly requested kernel cannot serve the call; `reasons` holds all of why, `told` is
+    the same for a reader, where it is shorter.
+    """
 
     exit_code = 4
 
-    def __init__(self, request: str, reasons: Sequence[str]) -> None:
+    def __init__(self, request: str, reasons: Sequence[str], told: str = "") -> None:
         self.request = request
         self.reasons = tuple(reasons)
-        listed = "; ".join(self.reasons) or "no kernel of that name exists"
+        listed = told or "; ".join(self.reasons) or "no kernel of that name exists"
         super().__init__(f"variant {request!r} cannot serve this call: {listed}")
 
 

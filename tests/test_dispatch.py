@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -73,6 +74,18 @@ def test_what_cannot_run_here_is_never_chosen() -> None:
     assert select(HOPPER, Request(), broken, (PICKY, SDPA)).variant is SDPA
     with pytest.raises(VariantRefused, match="failed its check"):
         select(HOPPER, Request("sage2_8"), broken, (PICKY, SDPA))
+
+
+def test_a_reason_that_many_kernels_share_is_told_once() -> None:
+    # "fast" on a CPU was refused in 5,000 characters, one sentence for each of thirty kernels.
+    with pytest.raises(VariantRefused) as caught:
+        select(replace(CPU, mask=MaskKind.BOOL), Request("fast"), fine)
+    assert re.search(r"; \d+ triton kernels: device is cpu, needs cuda; ", str(caught.value))
+    assert str(caught.value).count("emulation is for accuracy") == 1
+    assert len(str(caught.value)) < 500
+    assert len(caught.value.reasons) > 20
+    with pytest.raises(VariantRefused, match=r"call: triton\.sage2_8: GPU is sm_86"):
+        select(replace(HOPPER, arch=86), Request("fast"), fine, (PICKY, SDPA))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 EMULATION = "Emulated kernels: slower than exact attention. This shows accuracy, not speed."
 NOT_RUN = "No call was counted yet: run the model, then ask again."
+PLAN_ONLY = "Nothing has run on this plan yet: its errors are those that calibration measured."
 _MASK = re.compile(r" mask (\w+)")
 _UNMEASURED = PlanEntry("", "", "", 0, "")
 
@@ -138,7 +139,7 @@ class Report:
             if not any(row.tier != "exact" for row in self.layers):
                 found += self._problems()
         if self.layers and not any(row.calls for row in self.layers):
-            found.append(NOT_RUN)
+            found.append(PLAN_ONLY if any(row.samples for row in self.layers) else NOT_RUN)
         return (*found, *self.warnings)
 
     def _problems(self) -> list[str]:

@@ -24,7 +24,7 @@ _PADDING = 2
 _NARROWEST = 14
 _NAMES_SHOWN = 3
 # Columns that are left out where they would say nothing.
-_OPTIONAL = ("us exact", "us now", "step")
+_OPTIONAL = ("us exact", "us now", "step", "calls")
 
 
 def render(report: Report, width: int) -> Iterator[Any]:
@@ -112,8 +112,10 @@ class _Column:
 
     @property
     def empty(self) -> bool:
-        """A column of times where nothing was timed, of steps where there is no schedule."""
-        return self.title in _OPTIONAL and all(cell == "-" for cell in self.cells)
+        """A column of times where nothing was timed, of steps where there is no schedule, of calls
+        where none has run.
+        """
+        return self.title in _OPTIONAL and all(cell in ("-", "0/0") for cell in self.cells)
 
 
 def _cells(rows: Sequence[LayerRow]) -> tuple[list[str], list[list[str]]]:
@@ -186,6 +188,10 @@ def _shared(names: Sequence[str]) -> str:
 def _why(row: LayerRow) -> str:
     if row.replaced_by is not None:
         return f"no longer patched: replaced by {row.replaced_by}"
+    # Cosine, head and step have columns of their own.
+    told, ended, rest = row.reason.partition("), ")
+    if ended and row.cosine is not None and told.startswith(f"cosine {row.cosine:.5f} in the"):
+        return rest
     return row.reason
 
 

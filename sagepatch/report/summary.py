@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sagepatch.backends.catalogue import BY_NAME
+from sagepatch.dispatch import by_kind
 
 if TYPE_CHECKING:
     from sagepatch.report.model import LayerRow
@@ -188,9 +189,8 @@ def condensed(refusals: str) -> str:
     pairs = [part.partition(": ")[::2] for part in refusals.split("; ")]
     if len(pairs) < 3 or any(name not in BY_NAME for name, _ in pairs):
         return refusals
-    kinds = Counter((BY_NAME[name].toolchain, why) for name, why in pairs)
-    listed = [f"{counted(n, f'{kind} kernel')}: {why}" for (kind, why), n in kinds.items()]
-    return f"no kernel serves its calls: {'; '.join(listed)}"
+    listed = "; ".join(by_kind((BY_NAME[name], why) for name, why in pairs))
+    return f"no kernel serves its calls: {listed}"
 
 
 def grouped(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, list[str]]]:

@@ -217,6 +217,14 @@ def test_the_table_tells_steps_ranges_and_remedies() -> None:
     assert "blocks.2.attn: per-token scales: 0.9987" in text
 
 
+def test_a_reason_does_not_repeat_the_columns() -> None:
+    where = "cosine 0.99931 in the worst head (call 4 (step 4 of 8))"
+    rows = (replace(ROW, reason=f"{where}, 1.34x exact; triton.sage2pp_8 refused: (here), so"),)
+    text = render_text(replace(REPORT, layers=rows), 200)
+    assert "24/28  1.34x exact; triton.sage2pp_8 refused: (here), so" in text
+    assert "in the worst head" not in text
+
+
 @pytest.mark.parametrize("timed", [True, False], ids=["timed", "untimed"])
 @pytest.mark.parametrize("width", [80, 100, 140, 200])
 def test_the_table_fits_any_terminal(width: int, timed: bool) -> None:

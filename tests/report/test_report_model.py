@@ -16,7 +16,7 @@ from sagepatch.errors import InvalidArgument
 from sagepatch.layer import PatchedLayer, Policy
 from sagepatch.patchers.site import Left
 from sagepatch.plan import PlanEntry
-from sagepatch.report.model import NOT_RUN, report_of, row_of
+from sagepatch.report.model import NOT_RUN, PLAN_ONLY, report_of, row_of
 from sagepatch.report.printable import printable
 from sagepatch.report.summary import AttentionTime, Counts, condensed, first_clause, why_exact
 from sagepatch.spec import AttnSpec, MaskKind
@@ -99,7 +99,7 @@ def test_refusals_of_many_kernels_are_counted() -> None:
     row = row_of(layer, PlanEntry("blocks.0", "self", "sdpa.exact", 1, ""), None)
     told = (
         f"no kernel serves its calls: {len(kernels)} triton kernels: device is cpu, needs cuda; "
-        "1 emulated kernel: ask with emulate=True"
+        "emulated.sage2_8: ask with emulate=True"
     )
     assert row.fallbacks == {told: 2}
     assert first_clause(row.reason) == "no kernel serves its calls"
@@ -228,9 +228,14 @@ def test_kinds_of_reasons(reason: str, kind: str) -> None:
 
 
 def test_a_model_that_has_not_run_yet() -> None:
-    idle = replace(ROW, calls=0, quantised_calls=0)
+    idle = replace(ROW, calls=0, quantised_calls=0, samples=0)
     assert NOT_RUN in replace(REPORT, layers=(idle,)).remarks()
     assert NOT_RUN not in REPORT.remarks()
+    # As `sagepatch calibrate` prints it: there is nothing that a user should run first.
+    planned = replace(REPORT, layers=(replace(idle, samples=4, fallbacks={}),))
+    assert {NOT_RUN, PLAN_ONLY}.intersection(planned.remarks()) == {PLAN_ONLY}
+    assert "calls" not in str(planned)
+    assert "0/0" not in str(planned)
     assert NOT_RUN not in replace(REPORT, layers=()).remarks()
 
 
