@@ -18,6 +18,27 @@ CUDA_PAGE = HERE.parent / "docs" / "kernels-cuda.md"
 # The recipes worth a line: one or two of each kind, not every depth of accumulation.
 SHOWN = ("sage2pp_8", "sage2_8", "sage2_8b", "sage2pp_4", "sage1_vt", "sage1_b", "sage1_t")
 OURS = ("triton.", "cuda.", "cuda_mma.")
+# Tokens from which the first lines of README.md speak of calls.
+LONG = 4096
+
+
+def headline() -> str:
+    """What is gained on an H200, in a sentence."""
+    tokens = {row["shape"]: int(row["sq"]) for row in _rows("h200_attention.csv")}
+    calls = [
+        speeds[_best(speeds)] / speeds["sdpa_cudnn"]
+        for shape, speeds in _by_shape().items()
+        if tokens[shape] >= LONG
+    ]
+    found = measured()
+    forwards = [one.speedup() for one in found if not one.stays_exact()]
+    exact = dict.fromkeys(f"`{one.name}` stays exact" for one in found if one.stays_exact())
+    forwards_told = f"{min(forwards):.2f}x to {max(forwards):.2f}x"
+    return (
+        f"On one NVIDIA H200, beside torch's default attention: calls of {LONG:,} tokens and more "
+        f"are {min(calls):.2f}x to {max(calls):.2f}x\nas fast, whole forwards (random weights) "
+        f"{'; '.join([forwards_told, *exact])} ([tables](#what-runs-where))."
+    )
 
 
 def demo_recipes() -> str:
@@ -32,23 +53,39 @@ def demo_recipes() -> str:
 
 def h200_attention() -> str:
     """Speed on an H200: torch's default, flash attention 2, and the fastest of ours."""
-    by_shape: dict[str, dict[str, float]] = {}
-    for row in _rows("h200_attention.csv"):
-        if row["tflops"]:
-            by_shape.setdefault(row["shape"], {})[row["variant"]] = float(row["tflops"])
     lines = [
-        "| shape | torch's default (cuDNN) | flash attention 2 | our fastest | of the default |",
+        "| shape | torch's default (cuDNN) | flash attention 2 | our fastest | over the default |",
         "|---|---|---|---|---|",
     ]
-    for shape, speeds in by_shape.items():
-        ours = [name for name in speeds if name.startswith(OURS)]
-        best = max(ours, key=speeds.__getitem__)
-        default, flash = speeds["sdpa_cudnn"], speeds["sdpa_flash2"]
+    for shape, speeds in _by_shape().items():
+        best, default, flash = _best(speeds), speeds["sdpa_cudnn"], speeds["sdpa_flash2"]
         lines.append(
-            f"| `{shape}` | {default:.0f} | {flash:.0f} | {speeds[best]:.0f} (`{best}`) "
-            f"| {speeds[best] / default:.2f}x |"
+            f"| `{shape}`: {_size(shape)} | {default:.0f} | {flash:.0f} "
+            f"| {speeds[best]:.0f} (`{best}`) | {speeds[best] / default:.2f}x |"
         )
     return "\n".join(lines)
+
+
+def _by_shape() -> dict[str, dict[str, float]]:
+    """TFLOPS by shape and name."""
+    found: dict[str, dict[str, float]] = {}
+    for row in _rows("h200_attention.csv"):
+        if row["tflops"]:
+            found.setdefault(row["shape"], {})[row["variant"]] = float(row["tflops"])
+    return found
+
+
+def _best(speeds: dict[str, float]) -> str:
+    """The fastest kernel of ours."""
+    return max((name for name in speeds if name.startswith(OURS)), key=speeds.__getitem__)
+
+
+def _size(shape: str) -> str:
+    """Batch x heads x tokens x head size."""
+    row = next(row for row in _rows("h200_attention.csv") if row["shape"] == shape)
+    heads = row["hq"] if row["hq"] == row["hkv"] else f"{row['hq']}/{row['hkv']}"
+    causal = ", causal" if row["causal"] == "True" else ""
+    return f"{row['b']} x {heads} x {row['sq']} x {row['d']}{causal}"
 
 
 def cuda_speed() -> str:
@@ -111,6 +148,7 @@ def _forward(one: Measured | None, *modes: str) -> list[str]:
 
 TABLES = {
     README: {
+        "headline": headline,
         "demo-recipes": demo_recipes,
         "h200-attention": h200_attention,
         "end-to-end": end_to_end,
