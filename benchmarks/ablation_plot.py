@@ -64,7 +64,9 @@ def depths(axes: Any, found: Ablations) -> None:
         ylabel="rel. L1",
         title="What the FP16 buffer adds",
     )
-    axes.legend(fontsize=8)
+    # Under all curves there is room.
+    axes.set_ylim(bottom=3e-6)
+    axes.legend(fontsize=8, loc="lower center", ncols=2)
 
 
 def splits(axes: Any, found: Ablations) -> None:
@@ -106,8 +108,10 @@ def row_sums(axes: Any, found: Ablations) -> None:
         axes.bar([place + (number - 1) * width for place in range(len(across))], ratios, width)
     axes.axhline(1.0, color="grey", linewidth=0.8)
     axes.set_xticks(range(len(across)), across, rotation=20)
-    axes.legend(["equal", *names], fontsize=8, loc="lower left")
     axes.set(yscale="log", ylabel="rel. L1, codes over probabilities", title="Row sum of codes")
+    # Over all bars there is room.
+    axes.set_ylim(top=12)
+    axes.legend(["equal", *names], fontsize=8, loc="upper left", ncols=2)
 
 
 def kernels(axes: Any, found: Ablations) -> None:

@@ -34,9 +34,15 @@ def main() -> None:
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     figure, axes = plt.subplots(figsize=(11, 4.2), dpi=110)
     width = 0.84 / len(BARS)
+    timed = {shape: [one for one, *_ in BARS if (shape, one) in speeds] for shape in shapes}
     for number, (variant, label, colour) in enumerate(BARS):
-        at = [place + (number - (len(BARS) - 1) / 2) * width for place in range(len(shapes))]
-        heights = [speeds.get((shape, variant), 0.0) for shape in shapes]
+        # What was not timed at a shape leaves no gap there.
+        at, heights = [], []
+        for place, shape in enumerate(shapes):
+            if variant in timed[shape]:
+                beside = timed[shape].index(variant) - (len(timed[shape]) - 1) / 2
+                at.append(place + beside * width)
+                heights.append(speeds[shape, variant])
         axes.bar(at, heights, width, label=label, color=colour)
         if number == len(BARS) - 1:
             for x, height in zip(at, heights, strict=True):

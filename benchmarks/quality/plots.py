@@ -48,6 +48,7 @@ def pictures() -> None:
     """PSNR of every condition, and the error over the denoising steps."""
     figure, (bars, curves) = plt.subplots(1, 2, figsize=(11, 6))
     rows = [r for r in read(HERE / demo("pictures")) if math.isfinite(float(r["psnr_db_mean"]))]
+    rows.sort(key=lambda row: row["group"] == "baseline")
     places = range(len(rows))
     bars.barh(
         places,
@@ -60,7 +61,9 @@ def pictures() -> None:
     bars.invert_yaxis()
     counts = sorted({int(row["n"]) for row in rows})
     drawn = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    bars.set_xlabel(f"PSNR against exact, dB; mean and sd of {drawn} pictures")
+    bars.set_xlabel(f"PSNR against exact, dB; mean and sd of {drawn} pictures", fontsize=9)
+    bars.set_title("recipes (blue) and baselines (red)", fontsize=10)
+    curves.set_title("error after each step", fontsize=10)
     by_name: dict[str, list[tuple[int, float]]] = {}
     for row in read(HERE / demo("steps")):
         if row["condition"] in CURVES and float(row["error_mean"]) > 0:
@@ -77,11 +80,15 @@ def pictures() -> None:
 def language() -> None:
     """What a condition costs in nats by length and by position, and what it recalls."""
     figure, axes = plt.subplots(1, 3, figsize=(13, 4.4))
-    for axis, name, key, label in (
-        (axes[0], "perplexity", "length", "tokens of context"),
-        (axes[1], "positions", "band_end", "position in a context of 32k, up to"),
+    for axis, name, key, title, label in (
+        (axes[0], "perplexity", "length", "Loss by length", "tokens of context"),
+        (axes[1], "positions", "band_end", "Loss by position", "up to this token of 32k"),
     ):
-        _curves(axis, read(HERE / f"language_{name}.csv"), key)
+        table = read(HERE / f"language_{name}.csv")
+        _curves(axis, table, key)
+        lengths = sorted({int(row[key]) for row in table})
+        axis.set_xticks(lengths, [f"{length // 1024}k" for length in lengths])
+        axis.set_title(title, fontsize=10)
         axis.set_yscale("symlog", linthresh=2e-3)
         axis.axhline(0, color="#555555", linewidth=0.8)
         axis.set_xlabel(label)
@@ -102,6 +109,7 @@ def language() -> None:
     axes[2].axhline(0, color="#555555", linewidth=0.8)
     shown = [f"{length // 1024}k\n({value:.0f} %)" for length, value in right.items()]
     axes[2].set_xticks(list(right), shown)
+    axes[2].set_title("Retrieval", fontsize=10)
     axes[2].set_xlabel("tokens of context (right by exact attention)")
     axes[2].set_ylabel("values retrieved, points more than by exact")
     axes[0].legend(fontsize=7, loc="upper left", ncols=2)

@@ -1,11 +1,14 @@
 """Holds the drawing of a contact sheet of pictures with their prompts."""
 
+import textwrap
 from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
-LABEL_HEIGHT, COLUMNS = 16, 8
+COLUMNS = 8
+# Two lines of the default font, and the letters of a line that fit under a picture of 128 pixels.
+LABEL_HEIGHT, LABEL_LETTERS = 28, 20
 
 
 def save_sheet(path: Path, images: Tensor, labels: list[str]) -> None:
@@ -20,5 +23,6 @@ def save_sheet(path: Path, images: Tensor, labels: list[str]) -> None:
         x, y = index % COLUMNS * side, index // COLUMNS * (side + LABEL_HEIGHT)
         pixels = (image.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
         sheet.paste(Image.fromarray(np.ascontiguousarray(pixels)), (x, y))
-        pen.text((x + 2, y + side + 2), label[:21], fill="black")
+        shown = "\n".join(textwrap.wrap(label, LABEL_LETTERS, max_lines=2, placeholder=" ..."))
+        pen.text((x + 2, y + side + 1), shown, fill="black", spacing=1)
     sheet.save(path, optimize=True)
