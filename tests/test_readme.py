@@ -1,5 +1,6 @@
 """The code blocks of the README and of the quick start run as they stand, hub ids replaced by tiny
-models of those classes (on the CPU, where there is no GPU); commands and numbers in them are real.
+models of those classes (on the CPU, where there is no GPU); commands and numbers in them are real,
+and links of every page lead somewhere.
 """
 
 from __future__ import annotations
@@ -75,15 +76,45 @@ def test_who_has_a_gpu_uses_it() -> None:
     lines = [line for text in (TEXT, QUICK_START) for line in text.split("\n")]
     loading = [number for number, line in enumerate(lines) if "from_pretrained" in line]
     pipelines = [number for number in loading if "FLUX" in lines[number]]
-    assert len(pipelines) == 6  # one shows it without a GPU
-    fast = [number for number in pipelines if "bfloat16" in lines[number]]
-    assert len(fast) == 5
-    assert all(lines[number + 1] == 'pipe.to("cuda")' for number in fast)
+    assert len(pipelines) == 5
+    assert all("bfloat16" in lines[number] for number in pipelines)
+    assert all(lines[number + 1] == 'pipe.to("cuda")' for number in pipelines)
 
 
 def test_links_and_pictures_exist() -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", TEXT):
         assert (ROOT / target).exists(), target
+
+
+PAGES = [
+    pytest.param(path, id=path.relative_to(ROOT).as_posix())
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"))
+]
+CODE = re.compile(r"```.*?```", re.DOTALL)
+
+
+def _anchors(page: Path) -> set[str]:
+    """What links may name in a page: its headings, as the places that show Markdown spell them."""
+    text = CODE.sub("", page.read_text(encoding="utf-8"))
+    spelled = []
+    for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        spelled.append(re.sub(r"[^\w\- ]", "", words).replace(" ", "-"))
+    return set(spelled)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_of_every_page(page: Path) -> None:
+    text = CODE.sub("", page.read_text(encoding="utf-8"))
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    links += re.findall(r'(?:src|srcset|href)="([^"]+)"', text)
+    for link in links:
+        name, _, anchor = link.partition("#")
+        if name.startswith("https:"):
+            continue
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in _anchors(target), link
 
 
 def test_numbers_come_from_the_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
