@@ -4,7 +4,12 @@ wheel.
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 import tomllib
+import zipfile
 from importlib.metadata import entry_points, version
 from pathlib import Path, PurePosixPath
 
@@ -32,6 +37,28 @@ def test_a_data_file_is_matched_by_package_data(name: str) -> None:
 def test_kinds_of_data_that_must_be_there() -> None:
     suffixes = {PurePosixPath(name).suffix for name in DATA}
     assert {".safetensors", ".json", ".html", ".typed", ".txt"} <= suffixes
+
+
+def test_an_editable_install_serves_beside_the_clone(tmp_path: Path) -> None:
+    """Before, a script in the folder that the clone `sagepatch` lies in imported an empty
+    namespace: the clone itself.
+    """
+    clone, site = tmp_path / "sagepatch", tmp_path / "site"
+    (clone / "sagepatch").mkdir(parents=True)
+    (clone / "sagepatch" / "__init__.py").write_text("apply = True\n")
+    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+        shutil.copy(ROOT / name, clone)
+    build = f"from setuptools.build_meta import build_editable as b; b({str(site)!r})"
+    site.mkdir()
+    subprocess.run([sys.executable, "-c", build], cwd=clone, check=True, capture_output=True)
+    (wheel,) = site.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(site)
+    use = f"import site; site.addsitedir({str(site)!r}); import sagepatch; print(sagepatch.apply)"
+    # Without the packages of these tests, where sagepatch is found as well.
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-S", "-c", use]
+    ended = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True)
+    assert ended.stdout == "True\n", ended.stderr
 
 
 def test_one_version() -> None:
