@@ -85,7 +85,7 @@ def _size(shape: str) -> str:
     row = next(row for row in _rows("h200_attention.csv") if row["shape"] == shape)
     heads = row["hq"] if row["hq"] == row["hkv"] else f"{row['hq']}/{row['hkv']}"
     causal = ", causal" if row["causal"] == "True" else ""
-    return f"{row['b']} x {heads} x {row['sq']} x {row['d']}{causal}"
+    return f"{row['b']}x{heads}x{row['sq']}x{row['d']}{causal}"
 
 
 def cuda_speed() -> str:
