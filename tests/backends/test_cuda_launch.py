@@ -14,7 +14,6 @@ driver = pytest.importorskip("cuda.bindings.driver")
 
 from sagepatch.backends.cuda import build, launch  # noqa: E402
 from sagepatch.backends.cuda.launch import Kernel, Layout  # noqa: E402
-from sagepatch.backends.cuda.positions import positions  # noqa: E402
 from sagepatch.backends.driver import Config  # noqa: E402
 
 SIGNATURE = "PiTfqP"
@@ -281,20 +280,3 @@ def test_threads_load_several_programs_at_once_and_none_twice(monkeypatch):
         found = list(pool.map(launch._library, programs * 2))
     assert found == [(None, {"one": (8,)})] * 4
     assert sorted(calls, key=programs.index) == programs
-
-
-@pytest.mark.parametrize("window", [None, 1, 7, 2**31, 2**60])
-@pytest.mark.parametrize("offset", [0, 3, -3, 40, 2**31 - 1, -(2**31), 2**60, -(2**60)])
-def test_positions_in_32_bits_hide_and_show_the_same(offset, window):
-    Sq, Skv = 9, 14
-    near, kept = positions(offset, window, Sq + Skv)
-    assert abs(near) <= Sq + Skv
-    assert 0 <= kept <= 2 * (Sq + Skv) + 1
-
-    def seen(offset, window):
-        return [
-            [j <= i + offset and (window is None or j > i + offset - window) for j in range(Skv)]
-            for i in range(Sq)
-        ]
-
-    assert seen(near, None if window is None else kept) == seen(offset, window)

@@ -16,11 +16,11 @@ from sagepatch.backends.chain import Chain
 from sagepatch.backends.cuda.attention_tiles import HALF_PANEL, Options, instance, pick
 from sagepatch.backends.cuda.build import Program
 from sagepatch.backends.cuda.launch import Kernel, load, tensor_map
-from sagepatch.backends.cuda.positions import positions
 from sagepatch.backends.cuda.prepass import ALIGNMENT, MOST_PARTS, Codes, Plan, plan_of
 from sagepatch.backends.cuda.prepass_form import HALVES, PAD, QK_PAD, V_PAD, form_of
 from sagepatch.backends.cuda.raw_operands import raw_strides, raw_value_strides
 from sagepatch.backends.links import Argument, Link, Moving, MovingMap, filled
+from sagepatch.backends.positions import positions
 from sagepatch.backends.prepared import (
     CU_K,
     CU_Q,

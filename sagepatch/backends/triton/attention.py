@@ -16,6 +16,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sagepatch.backends.chain import Chain
+from sagepatch.backends.positions import plain_positions
 from sagepatch.backends.prepared import VALUES, Prepared, serve
 from sagepatch.backends.triton import exact as fallback
 from sagepatch.backends.triton.kernel import attention, attention_of_one_key
@@ -217,8 +218,7 @@ def attend(
             *k_strides,
             *((0, 0, 0, 0) if live is None else live.mask.stride()),
             *((0, 0, 0) if live is None else live.entry_strides),
-            call.causal_offset or 0,
-            call.window or 0,
+            *plain_positions(call),
             0.0 if call.softcap is None else call.softcap * LOG2E.value,
         ),
         {

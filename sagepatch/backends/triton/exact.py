@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagepatch.backends.links import Link
+from sagepatch.backends.positions import plain_positions
 from sagepatch.backends.triton.launching import Recording, launch, links_of, tensors_of
 from sagepatch.backends.triton.primitives import (
     LOG2E,
@@ -285,8 +286,7 @@ def run_where(
             *call.v.stride(),
             *out.stride()[:3],
             *((0, 0, 0, 0) if mask is None else mask.stride()),
-            call.causal_offset or 0,
-            call.window or 0,
+            *plain_positions(call),
         ),
         {
             "MASK": kind,
