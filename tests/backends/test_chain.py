@@ -301,3 +301,17 @@ def test_a_guard_is_one_link_more(driver):
         if call.attn_mask is not None:
             assert exact[4] == call.attn_mask.data_ptr()
         assert out.data_ptr() in exact
+
+
+# Once wrong: lengths of queries and keys in one tensor were one place in the exact kernel, too, for
+# every later call.
+def test_lengths_in_one_tensor_are_two_places_of_a_guarded_chain(driver):
+    pytest.importorskip("triton")
+    flags = torch.zeros(2, dtype=torch.int32)
+    same, queries, keys = (torch.tensor([0, n, 130], dtype=torch.int32) for n in (50, 60, 70))
+    packed = replace(make(), cu_seqlens_q=same, cu_seqlens_kv=same)
+    attention.run_guarded(packed, RECIPE, flags)
+    attention.run_guarded(replace(packed, cu_seqlens_q=queries, cu_seqlens_kv=keys), RECIPE, flags)
+    assert len(prepared._PREPARED) == 1
+    exact = driver.values(-1)
+    assert exact[4:6] == (queries.data_ptr(), keys.data_ptr())
