@@ -11,7 +11,8 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("agg")
-from ablation_page import PAGE, Ablations, rows
+from ablation_page import PAGE
+from ablation_tables import Ablations, rows
 from matplotlib import pyplot as plt
 
 NAMES = ("normal", "outliers", "demo", "peaked", "V + 3", "Q + 3")

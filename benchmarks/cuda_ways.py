@@ -37,6 +37,7 @@ from sagepatch.backends.cuda import attention, attention_tiles, prepass
 from sagepatch.backends.cuda.attention_tiles import Options, Tile
 from sagepatch.backends.cuda.cache import kept
 from sagepatch.backends.cuda.prepass_form import form_of
+from sagepatch.backends.cuda.raw_operands import raw_strides, raw_value_strides
 from sagepatch.numerics.recipe import RECIPES
 from sagepatch.spec import Call
 
@@ -110,10 +111,8 @@ def ready(call: Call, way: Way) -> Ready:
         prepass.plan_of.cache_clear()
         attention.launch_of.cache_clear()
         _, _, made = attention._begin(call, recipe, None)
-        raw_q, raw_v = (
-            attention.raw_strides(call, recipe),
-            attention.raw_value_strides(call, recipe),
-        )
+        raw_q = raw_strides(call, recipe)
+        raw_v = None if way.copies else raw_value_strides(call, recipe)
         plan = prepass.plan_of(
             form_of(call, recipe, raw_q=raw_q is not None, raw_v=raw_v is not None)
         )

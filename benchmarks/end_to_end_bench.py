@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ import sagepatch
 from sagepatch.backends import load
 from sagepatch.backends.catalogue import SDPA
 from sagepatch.calibration.reuse import stale
-from sagepatch.calibration.timing import cuda_time_us
+from sagepatch.calibration.timing import call_time
 from sagepatch.patch import Patch
 from sagepatch.plan import Plan
 from sagepatch.spec import AttnSpec, Call
@@ -208,8 +209,9 @@ class Bench:
         key = (spec, variant.name)
         if key not in self.alone:
             kernel = load(variant.entry)
-            time_us = cuda_time_us if self.device == "cuda" else host_time_us
-            self.alone[key] = time_us(lambda: kernel(call, variant.recipe), call.q.device)
+            run, device = partial(kernel, call, variant.recipe), call.q.device
+            on_gpu = self.device == "cuda"
+            self.alone[key] = call_time(run, device).us if on_gpu else host_time_us(run, device)
         return self.alone[key]
 
     def alone_ms(self, watch: Watch, always: Variant | None = None) -> float:

@@ -247,11 +247,11 @@ def prepass_ms(call: Call, name: str, run: Callable[[], Tensor]) -> float | None
         return None
     if variant.toolchain == "triton":
         return float(bench(lambda: prepass.prepare(call, variant.recipe, None), 20))
-    from sagepatch.backends.cuda import attention
     from sagepatch.backends.cuda import prepass as cuda_prepass
+    from sagepatch.backends.cuda.raw_operands import raw_strides, raw_value_strides
 
-    raw_q = attention.raw_strides(call, variant.recipe) is not None
-    raw_v = attention.raw_value_strides(call, variant.recipe) is not None
+    raw_q = raw_strides(call, variant.recipe) is not None
+    raw_v = raw_value_strides(call, variant.recipe) is not None
     form = cuda_prepass.form_of(call, variant.recipe, raw_q=raw_q, raw_v=raw_v)
     plan = cuda_prepass.plan_of(form)
     scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device="cuda")

@@ -39,6 +39,7 @@ from torch import Tensor
 import sagepatch
 from sagepatch.backends import prepared
 from sagepatch.backends.cuda import attention, attention_tiles, build, launch, prepass
+from sagepatch.backends.cuda.raw_operands import raw_strides
 from sagepatch.env import Machine
 from sagepatch.numerics.recipe import RECIPES
 from sagepatch.spec import Call
@@ -166,10 +167,10 @@ def of_fault(job: dict[str, Any], seeds: int, quiet: int, folder: Path) -> Itera
                 call,
                 RECIPES[recipe],
                 call.empty_out(),
-                attention.raw_strides(call, RECIPES[recipe]),
+                raw_strides(call, RECIPES[recipe]),
             )
         )
-        raw_q = attention.raw_strides(call, RECIPES[recipe]) is not None
+        raw_q = raw_strides(call, RECIPES[recipe]) is not None
         _ = prepass.plan_of(attention.form_of(call, RECIPES[recipe], raw_q=raw_q)).kernels
         seed, gave_up = Words("noise_seed"), Words("noise_gave_up")
         yield row

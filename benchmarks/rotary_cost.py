@@ -27,6 +27,7 @@ from benchmarks.h200_attention import sdpa, shell
 from sagepatch.backends.cuda import attention
 from sagepatch.backends.cuda.prepass import plan_of
 from sagepatch.backends.cuda.prepass_form import form_of
+from sagepatch.backends.cuda.raw_operands import raw_strides, raw_value_strides
 from sagepatch.numerics.recipe import RECIPES
 from sagepatch.spec import Call
 
@@ -89,8 +90,8 @@ def attention_parts(call: Call) -> dict[str, Callable[[], object]]:
     }
     for name in ("sage2pp_8_d4", "sage2_8_bf16"):
         recipe = RECIPES[name]
-        raw_q = attention.raw_strides(call, recipe) is not None
-        raw_v = attention.raw_value_strides(call, recipe) is not None
+        raw_q = raw_strides(call, recipe) is not None
+        raw_v = raw_value_strides(call, recipe) is not None
         plan = plan_of(form_of(call, recipe, raw_q=raw_q, raw_v=raw_v))
         scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device="cuda")
         found[f"cuda.{name}"] = partial(attention.run, call, recipe)

@@ -15,12 +15,12 @@ NOISE = Path(__file__).with_suffix(".cuh")
 # Program, and the file behind which the delays are included.
 PROGRAMS = {"attention.cu": "hopper.cuh", "prepass.cu": "ptx.cuh"}
 # Files whose text differs where there are delays: those that wait and have a part to take out.
-EDITED = ("attention.cu", "attention_queries.cuh", "attention_output.cuh", "prepass.cu")
-EDITED += ("statistics.cuh",)
+EDITED = ("attention.cu", "attention_copy.cuh", "attention_queries.cuh", "attention_output.cuh")
+EDITED += ("prepass.cu", "statistics.cuh")
 # What delays cannot be put around by a macro, and loops that wait for a flag: they give up, as
 # `wait_for_long` does. (file, what it says, instead)
 EDITS = (
-    ("attention.cu", "  prepare_shared({", "  noise_begins();\n  prepare_shared({"),
+    ("attention.cu", "  prepare_shared(", "  noise_begins();\n  prepare_shared("),
     ("attention.cu", "      leave_part(O", "      noise(__LINE__);\n      leave_part(O"),
     ("attention.cu", "        take_part(O", "        noise(__LINE__), take_part(O"),
     ("attention_output.cuh", "  int done;\n", "  int done;\n  const uint32_t since = now_ns();\n"),
@@ -60,6 +60,10 @@ def _kernel(way: str, before: str, removed: str, after: str = "") -> Fault:
     return _out("attention.cu", way, before, removed, after)
 
 
+def _copy(way: str, removed: str) -> Fault:
+    return _out("attention_copy.cuh", way, "", removed)
+
+
 _WAIT_K = "        wait(full_k + 8 * stage, phase);\n"
 _FREE_K = "        if (speaks) arrive(empty_k + 8 * stage);\n"
 _S_DONE = "        mma_wait<0>();\n        hold(S);\n"
@@ -68,16 +72,10 @@ _REST_K = "          wait(full_k + 8 * stage, phase);\n"
 _REST_V = "          wait(full_v + 8 * stage, phase);\n"
 FAULTS = {
     # The one who copies.
-    "copy: wait for Q empty (codes)": _kernel(
-        "codes of Q", "", "        wait(empty_q, q_phase ^ 1);\n"
-    ),
-    "copy: wait for Q empty (raw)": _kernel("short", "", "        wait(empty_q, q_phase ^ 1);\n"),
-    "copy: wait for K empty": _kernel(
-        "serial", "", "          wait(empty_k + 8 * stage, phase ^ 1);\n"
-    ),
-    "copy: wait for V empty": _kernel(
-        "serial", "", "          wait(empty_v + 8 * stage, phase ^ 1);\n"
-    ),
+    "copy: wait for Q empty (codes)": _copy("codes of Q", "    wait(b.empty_q, q_phase ^ 1);\n"),
+    "copy: wait for Q empty (raw)": _copy("short", "    wait(b.empty_q, q_phase ^ 1);\n"),
+    "copy: wait for K empty": _copy("serial", "      wait(b.empty_k + 8 * stage, phase ^ 1);\n"),
+    "copy: wait for V empty": _copy("serial", "      wait(b.empty_v + 8 * stage, phase ^ 1);\n"),
     # Those who compute: waits for what is copied.
     "wait for Q full (raw)": _kernel(
         "serial",

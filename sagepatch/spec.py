@@ -177,13 +177,16 @@ class Call:
         """Describe this call; raises `InvalidArgument` where the shapes do not form one attention
         call.
         """
-        q, k, v, mask = self.q, self.k, self.v, self.attn_mask
+        q, k, v, mask, sinks = self.q, self.k, self.v, self.attn_mask, self.sinks
+        cu_q, cu_kv = self.cu_seqlens_q, self.cu_seqlens_kv
         key = (
             *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype),
             *(q.device, k.device, v.device),
-            None if mask is None else (mask.shape, mask.dtype),
-            *(self.causal_offset, self.window, self.softcap is None, self.sinks is None),
-            *(self.cu_seqlens_q is None, self.return_lse),
+            None if mask is None else (mask.shape, mask.dtype, mask.device),
+            *(self.causal_offset, self.window, self.softcap is None, self.return_lse),
+            None if sinks is None else sinks.device,
+            None if cu_q is None else cu_q.device,
+            None if cu_kv is None else cu_kv.device,
         )
         found = _SPECS.get(key)
         if found is None:
@@ -193,6 +196,13 @@ class Call:
     def _described(self) -> AttnSpec:
         q, k, v = self.q, self.k, self.v
         check_shapes(q, k, v)
+        check_devices(
+            q,
+            attn_mask=self.attn_mask,
+            sinks=self.sinks,
+            cu_seqlens_q=self.cu_seqlens_q,
+            cu_seqlens_kv=self.cu_seqlens_kv,
+        )
         if self.attn_mask is not None:
             check_mask(self.attn_mask, q, k)
         device = q.device

@@ -65,6 +65,21 @@ def test_masks_are_told_by_shape_and_dtype_alone(shape, dtype, kind: MaskKind) -
     assert mask_kind(torch.zeros(shape, dtype=dtype)) is kind
 
 
+# Once wrong: a kernel got the address of a mask that was left on the CPU.
+@pytest.mark.parametrize("name", ["attn_mask", "sinks", "cu_seqlens_q", "cu_seqlens_kv"])
+def test_what_lies_on_another_device_is_refused(name: str) -> None:
+    given = {
+        "attn_mask": torch.ones(1, 1, 1, 47, dtype=torch.bool),
+        "sinks": torch.zeros(4),
+        "cu_seqlens_q": torch.tensor([0, 33], dtype=torch.int32),
+        "cu_seqlens_kv": torch.tensor([0, 47], dtype=torch.int32),
+    }
+    call(H=4, **given).spec()
+    given[name] = given[name].to("meta")
+    with pytest.raises(InvalidArgument, match=f"q is on cpu and {name} on meta"):
+        call(H=4, **given).spec()
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.complex64], ids=str)
 def test_masks_of_other_numbers_are_refused(dtype) -> None:
     with pytest.raises(InvalidArgument, match="keep or add"):

@@ -15,9 +15,9 @@ from sagepatch.backends.links import Link
 class Chain:
     """Launches of one kind of call, in order. Any thread may call it."""
 
-    def __init__(self, links: Sequence[Link], values: int) -> None:
-        """`values`: how many a call brings. Raises ValueError or struct.error where arguments do
-        not fit their signature.
+    def __init__(self, links: Sequence[Link], values: str) -> None:
+        """`values`: what a call brings, as `frame.Plan` spells it. Raises ValueError or
+        struct.error where arguments do not fit their signature.
         """
         self.links = tuple(links)
         self._plan = Plan(self.links, values)

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 from sagepatch.backends.driver import Config
 from sagepatch.backends.links import Argument, Link, Moving, MovingMap, filled
-from sagepatch.backends.parameters import FLOAT, FORMATS, MAP_ALIGNMENT
+from sagepatch.backends.parameters import FLOAT, FORMATS, MAP_ALIGNMENT, POINTER
 from sagepatch.bounded import Bounded
 
+# A value of a call in 8 bytes.
+_CELLS = {POINTER: "Q", FLOAT: "f4x"}
 # Addresses that one region is remembered for: an allocator gives the same few again and again.
 MOST_IMAGES = 64
 
@@ -109,18 +111,19 @@ class Plan:
     regions, one for each set of values that something else moves with, and one that never moves.
     """
 
-    def __init__(self, links: Sequence[Link], values: int) -> None:
-        """Raises ValueError or struct.error where arguments do not fit their signature."""
+    def __init__(self, links: Sequence[Link], values: str) -> None:
+        """`values`: what a call brings, one letter each, POINTER or FLOAT, whether or not a kernel
+        takes it. Raises ValueError or struct.error where arguments do not fit their signature.
+        """
         kernels = [_parameters(link) for link in links]
-        floats = {
-            arg.value
-            for link in links
-            for letter, arg in zip(link.layout.letters, link.args, strict=True)
-            if letter == FLOAT and isinstance(arg, Moving)
-        }
-        self.cells = struct.Struct(
-            "<" + "".join("f4x" if number in floats else "Q" for number in range(values))
-        )
+        for link in links:
+            for letter, arg in zip(link.layout.letters, link.args, strict=True):
+                if isinstance(arg, Moving) and letter != values[arg.value]:
+                    raise ValueError(
+                        f"kernel {link.name} takes value {arg.value} of a call, which is "
+                        f"{values[arg.value]!r}, as {letter!r}"
+                    )
+        self.cells = struct.Struct("<" + "".join(_CELLS[letter] for letter in values))
         regions: dict[tuple[int, ...], _Region] = {}
         places = [
             [

@@ -61,9 +61,12 @@ class DeviceGuard:
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
         def zeros() -> Tensor:
-            # On the stream that reads them first.
+            # On the stream that reads them first, and there before another thread's stream does.
             with torch.cuda.stream(stream):
-                return torch.zeros(2, dtype=torch.int32, device=self.device)
+                made = torch.zeros(2, dtype=torch.int32, device=self.device)
+            if stream is not None:
+                stream.synchronize()
+            return made
 
         self.flags = lasting(zeros)
 

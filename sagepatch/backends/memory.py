@@ -22,6 +22,8 @@ def take_of_torch(size: int, stream: int) -> int:
     """What `take` does, by torch's documented functions, which know the current stream: `stream` is
     that one.
     """
+    if not size:
+        return 0
     held = torch.empty(size, dtype=torch.uint8, device="cuda")
     _TAKEN[held.data_ptr()] = held
     return held.data_ptr()
@@ -29,7 +31,8 @@ def take_of_torch(size: int, stream: int) -> int:
 
 def give_of_torch(address: int) -> None:
     """What `give` does after `take_of_torch`."""
-    del _TAKEN[address]
+    if address:
+        del _TAKEN[address]
 
 
 _GUARDS = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
@@ -42,7 +45,8 @@ empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = getat
     _GUARDS, "_empty_strided_cuda", empty_of_torch
 )
 # (bytes, stream): the address of scratch memory on the current device, for work on its current
-# stream, by its handle. torch.cuda.caching_allocator_alloc without its checks.
+# stream, by its handle; 0 where no bytes are asked for. torch.cuda.caching_allocator_alloc without
+# its checks.
 take: Callable[[int, int], int] = (
     torch._C._cuda_cudaCachingAllocator_raw_alloc if _CACHED else take_of_torch
 )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sagepatch.backends import memory
 from sagepatch.backends.chain import Chain
+from sagepatch.backends.parameters import FLOAT, POINTER
 from sagepatch.bounded import Bounded
 from sagepatch.numerics.recipe import Recipe
 from sagepatch.spec import Call
@@ -20,7 +21,7 @@ from sagepatch.spec import Call
 # What a call brings to its chain of launches, by place: addresses (0 for what it has not), and the
 # softmax scale times what its kernels want.
 Q, K, V, MASK, CU_Q, CU_K, FLAGS, OUT, LSE, SCRATCH, FACTOR = range(11)
-VALUES = 11
+VALUES = FACTOR * POINTER + FLOAT
 # Addresses that kernels tell apart, and nothing finer: vectors of 16 bytes, tensor maps.
 ALIGNMENT = 16
 MOST_KINDS = 1024

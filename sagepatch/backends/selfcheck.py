@@ -170,6 +170,9 @@ def _check(variant: Variant, index: int) -> str | None:
 
 
 def _facts(variant: Variant, gpu: str) -> dict[str, Any]:
+    from sagepatch.backends.cuda.build import nvrtc_version
+
+    compiler = None if variant.toolchain == "triton" else nvrtc_version()
     return {
         "kernel": variant.name,
         "numerics": variant.numerics_version,
@@ -178,6 +181,7 @@ def _facts(variant: Variant, gpu: str) -> dict[str, Any]:
         "sagepatch": VERSION,
         "torch": torch.__version__,
         "triton": installed(*PACKAGES["triton"]),
+        "nvrtc": None if compiler is None else ".".join(map(str, compiler)),
     }
 
 

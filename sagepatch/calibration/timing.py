@@ -79,11 +79,6 @@ def _around(run: Run, device: torch.device) -> float:
     return (time.perf_counter() - began) * 1e6
 
 
-def cuda_time_us(run: Run, device: torch.device) -> float:
-    """What one of many calls of `run` takes on a CUDA device, in microseconds."""
-    return call_time(run, device).us
-
-
 def queued(
     run: Run,
     device: torch.device,

@@ -13,6 +13,7 @@ from attention_calls import poison, random_call
 from torch import Tensor
 
 from sagepatch.backends.cuda import attention, attention_tiles
+from sagepatch.backends.cuda.raw_operands import raw_strides
 from sagepatch.numerics import quantize
 from sagepatch.numerics.exact import exact, members
 from sagepatch.numerics.masks import merged_mask
@@ -105,7 +106,7 @@ def alone(call: Call) -> list[Call]:
 
 def is_shared(call: Call, recipe: Recipe) -> bool:
     """Whether the last blocks of queries of this call are dealt out by tiles of keys."""
-    raw_q = attention.raw_strides(call, recipe)
+    raw_q = raw_strides(call, recipe)
     shape = attention.Shape.of(call, recipe, call.empty_out(), raw_q)
     return bool(attention.launch_of(shape).split)
 

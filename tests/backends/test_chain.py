@@ -45,7 +45,7 @@ def two_links(driver) -> tuple[Link, Link]:
 @pytest.mark.parametrize("values", [(64, 1 << 45, 0.25), (0, 256, -3.0)])
 def test_every_parameter_reaches_the_driver(driver, values):
     links = two_links(driver)
-    run = Chain(links, 3)
+    run = Chain(links, "PPf")
     for moved in ((1, 2, 3.0), values, values):
         run(0, STREAM, moved)
     for number, link in enumerate(links):
@@ -59,7 +59,7 @@ def test_every_parameter_reaches_the_driver(driver, values):
 
 
 def test_one_value_moves_alone(driver):
-    run = Chain(two_links(driver), 3)
+    run = Chain(two_links(driver), "PPf")
     run(0, STREAM, (64, 128, 0.25))
     run(0, STREAM, (64, 256, 0.25))
     first, second = driver.values(0), driver.values(2)
@@ -70,7 +70,7 @@ def test_one_value_moves_alone(driver):
 
 
 def test_another_stream_is_followed(driver):
-    run = Chain(two_links(driver), 3)
+    run = Chain(two_links(driver), "PPf")
     for stream in (64, 65, 64):
         run(0, stream, (1, 2, 3.0))
     assert [launch[3] for launch in driver.launches] == [64, 64, 65, 65, 64, 64]
@@ -78,7 +78,7 @@ def test_another_stream_is_followed(driver):
 
 def test_a_refusal_is_raised_and_the_next_call_is_whole(driver, monkeypatch):
     monkeypatch.setattr(chains.driver, "words", lambda status: f"status {status}")
-    run = Chain(two_links(driver), 3)
+    run = Chain(two_links(driver), "PPf")
     run(0, STREAM, (1, 2, 3.0))
     driver.status = 700
     with pytest.raises(RuntimeError, match="kernel one: status 700"):
@@ -89,7 +89,7 @@ def test_a_refusal_is_raised_and_the_next_call_is_whole(driver, monkeypatch):
 
 
 def test_a_scale_beyond_fp32_is_infinite(driver):
-    run = Chain(two_links(driver), 3)
+    run = Chain(two_links(driver), "PPf")
     for scale in (1e300, -1e300, 0.5):
         run(0, STREAM, (64, 128, scale))
     assert [driver.values(number)[4] for number in (0, 2, 4)] == [math.inf, -math.inf, 0.5]
@@ -104,7 +104,7 @@ def test_members_of_a_structure_move_each_with_its_value(driver):
         *(Moving(0), Moving(0, 8), 11, Moving(1), Moving(3), 5, Moving(2, 256), 0),
         MovingMap(2, 512, encode),
     )
-    run = Chain([Link("one", 9, 1, 32, 0, layout, args)], 4)
+    run = Chain([Link("one", 9, 1, 32, 0, layout, args)], "PPPf")
     values = (1 << 44, 0, 4096, 0.5)
     run(0, STREAM, values)
     for number, moved in enumerate((32, 48, 8192, 0.25)):
@@ -124,7 +124,7 @@ def test_a_tensor_map_is_made_once_for_an_address(driver, monkeypatch):
 
     layout = Layout.of("TP")
     driver.layouts[9] = layout
-    run = Chain([Link("one", 9, 1, 32, 0, layout, (MovingMap(0, 1, encode), Moving(1)))], 2)
+    run = Chain([Link("one", 9, 1, 32, 0, layout, (MovingMap(0, 1, encode), Moving(1)))], "PP")
     for turn in range(6):
         run(0, STREAM, (turn % 3, turn))
     assert asked == [1, 2, 3]
@@ -138,11 +138,28 @@ def test_a_tensor_map_is_made_once_for_an_address(driver, monkeypatch):
 def test_arguments_must_fit_their_signature():
     layout = Layout.of("Pi")
     with pytest.raises(ValueError, match="argument"):
-        Chain([Link("k", 7, 1, 32, 0, layout, (Moving(0),))], 1)
+        Chain([Link("k", 7, 1, 32, 0, layout, (Moving(0),))], "P")
+
+
+def test_a_value_is_taken_as_what_it_is():
+    layout = Layout.of("Pf")
+    with pytest.raises(ValueError, match="kernel k takes value 1 of a call, which is 'P', as 'f'"):
+        Chain([Link("k", 7, 1, 32, 0, layout, (Moving(0), Moving(1)))], "PP")
+
+
+# Once wrong: what was a number was known by who took it, and a scale that nobody took was packed
+# as an address.
+def test_a_value_that_no_kernel_takes_may_be_anything(driver):
+    layout = Layout.of("P")
+    driver.layouts[9] = layout
+    run = Chain([Link("one", 9, 1, 32, 0, layout, (Moving(0),))], prepared.VALUES)
+    call = make(scale=0.3)
+    run(0, STREAM, prepared.values_of(call, factor=0.3 * LOG2E))
+    assert driver.values(-1) == (call.q.data_ptr(),)
 
 
 def test_threads_do_not_share_parameters(driver):
-    run = Chain(two_links(driver), 3)
+    run = Chain(two_links(driver), "PPf")
     start = threading.Barrier(8)
 
     def many(value):
@@ -284,3 +301,17 @@ def test_a_guard_is_one_link_more(driver):
         if call.attn_mask is not None:
             assert exact[4] == call.attn_mask.data_ptr()
         assert out.data_ptr() in exact
+
+
+# Once wrong: lengths of queries and keys in one tensor were one place in the exact kernel, too, for
+# every later call.
+def test_lengths_in_one_tensor_are_two_places_of_a_guarded_chain(driver):
+    pytest.importorskip("triton")
+    flags = torch.zeros(2, dtype=torch.int32)
+    same, queries, keys = (torch.tensor([0, n, 130], dtype=torch.int32) for n in (50, 60, 70))
+    packed = replace(make(), cu_seqlens_q=same, cu_seqlens_kv=same)
+    attention.run_guarded(packed, RECIPE, flags)
+    attention.run_guarded(replace(packed, cu_seqlens_q=queries, cu_seqlens_kv=keys), RECIPE, flags)
+    assert len(prepared._PREPARED) == 1
+    exact = driver.values(-1)
+    assert exact[4:6] == (queries.data_ptr(), keys.data_ptr())

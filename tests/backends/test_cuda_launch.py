@@ -12,13 +12,9 @@ import torch
 
 driver = pytest.importorskip("cuda.bindings.driver")
 
-from sagepatch.backends.cuda import attention, build, launch  # noqa: E402
+from sagepatch.backends.cuda import build, launch  # noqa: E402
 from sagepatch.backends.cuda.launch import Kernel, Layout  # noqa: E402
-from sagepatch.backends.cuda.positions import positions  # noqa: E402
 from sagepatch.backends.driver import Config  # noqa: E402
-from sagepatch.backends.prepared import addresses_of, look_of  # noqa: E402
-from sagepatch.numerics.recipe import RECIPES  # noqa: E402
-from sagepatch.spec import Call  # noqa: E402
 
 SIGNATURE = "PiTfqP"
 MAP = bytes(range(128))
@@ -284,38 +280,3 @@ def test_threads_load_several_programs_at_once_and_none_twice(monkeypatch):
         found = list(pool.map(launch._library, programs * 2))
     assert found == [(None, {"one": (8,)})] * 4
     assert sorted(calls, key=programs.index) == programs
-
-
-@pytest.mark.parametrize("window", [None, 1, 7, 2**31, 2**60])
-@pytest.mark.parametrize("offset", [0, 3, -3, 40, 2**31 - 1, -(2**31), 2**60, -(2**60)])
-def test_positions_in_32_bits_hide_and_show_the_same(offset, window):
-    Sq, Skv = 9, 14
-    near, kept = positions(offset, window, Sq + Skv)
-    assert abs(near) <= Sq + Skv
-    assert 0 <= kept <= 2 * (Sq + Skv) + 1
-
-    def seen(offset, window):
-        return [
-            [j <= i + offset and (window is None or j > i + offset - window) for j in range(Skv)]
-            for i in range(Sq)
-        ]
-
-    assert seen(near, None if window is None else kept) == seen(offset, window)
-
-
-def test_a_call_kind_tells_apart_what_a_tensor_map_of_q_needs():
-    def call_at(q_offset, k_offset):
-        def tensor(offset):
-            flat = torch.empty(16 * 64 + 64, dtype=torch.bfloat16)
-            start = -(flat.data_ptr() // 2) % 8 + offset
-            return flat[start : start + 16 * 64].view(1, 1, 16, 64)
-
-        q, k, v = tensor(q_offset), tensor(k_offset), tensor(0)
-        return Call(q, k, v, 0.125)
-
-    recipe = RECIPES["sage2_8"]
-    first, second = call_at(0, 1), call_at(1, 0)
-    assert attention.raw_strides(first, recipe) is not None
-    assert attention.raw_strides(second, recipe) is None
-    looks = [look_of(c.q, c.k, c.v, None, addresses_of(c)) for c in (first, second)]
-    assert looks[0] != looks[1]

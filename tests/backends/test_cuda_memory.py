@@ -1,4 +1,4 @@
-"""The Hopper kernel and memory: layouts, queries as they come, bytes that are not finite, streams,
+"""The Hopper kernel and memory: layouts, bytes that are not finite, streams,
 threads, devices, graphs, very long calls, many heads and offsets past 2^31.
 """
 
@@ -56,26 +56,6 @@ def test_nothing_to_see_and_nothing_to_ask():
     assert (lse == -torch.inf).all()
     out, _ = attention.run(make((1, 2, 2, 0, 5, 64)), recipe)
     assert out.shape == (1, 2, 0, 64)
-
-
-def test_queries_that_no_tensor_map_describes_get_their_codes_before():
-    recipe = RECIPES["sage2_8"]
-    call = make((2, 4, 2, 200, 300, 64))
-    expected, _ = attention.run(call, recipe)
-    odd = torch.empty(2, 4, 200, 65, dtype=call.q.dtype, device=DEVICE)[..., 1:]
-    odd.copy_(call.q)
-    one = call.q[:1].expand_as(call.q)
-    bshd = call.q.transpose(1, 2).contiguous().transpose(1, 2)
-    assert attention.raw_strides(call, recipe)
-    assert attention.raw_strides(replace(call, q=bshd), recipe)
-    assert attention.raw_strides(replace(call, q=odd), recipe) is None
-    assert attention.raw_strides(replace(call, q=one), recipe) is None
-    assert attention.raw_strides(replace(call, return_lse=True), recipe) is None
-    assert attention.raw_strides(call, RECIPES["sage1_b"]) is None
-    for q in (bshd, odd):
-        assert torch.equal(attention.run(replace(call, q=q), recipe)[0], expected)
-    expected, _ = attention.run(replace(call, q=one.contiguous()), recipe)
-    assert torch.equal(attention.run(replace(call, q=one), recipe)[0], expected)
 
 
 @pytest.mark.parametrize("name", ["sage2_8", "sage2pp_8_d4"])

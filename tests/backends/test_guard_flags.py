@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,3 +77,22 @@ def test_what_fails_in_the_making_of_a_lasting_tensor_is_told() -> None:
 
     with pytest.raises(MemoryError, match="as if"):
         guard.lasting(fail)
+
+
+# Once wrong: another stream could read them before they were zeros, and a layer was demoted for it.
+def test_flags_are_zeros_before_another_stream_can_read_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+    zeros = torch.zeros
+
+    def queued(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        done.append(f"zeros on {device}")
+        return zeros(size, dtype=dtype)
+
+    stream = SimpleNamespace(synchronize=lambda: done.append("waited"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch, "zeros", queued)
+    guard.DeviceGuard(torch.device("cuda", 1))
+    assert done == ["zeros on cuda:1", "waited"]

@@ -81,6 +81,23 @@ def test_a_torch_without_its_own_ways_gives_tensors(monkeypatch: pytest.MonkeyPa
     assert memory.empty_of_torch(*ROWS, torch.float16).asked == (*ROWS, "cuda")
 
 
+# Once wrong: empty tensors all lie at 0, and what the second call gave back was not there.
+@pytest.mark.parametrize("way", ["documented", pytest.param("torch's own", marks=gpu)])
+def test_no_bytes_can_be_taken_twice(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    take, give = memory.take, memory.give
+    if way == "documented":
+        genuine = torch.empty
+        on_cpu = lambda size, dtype, device: genuine(size, dtype=dtype)  # noqa: E731
+        monkeypatch.setattr(torch, "empty", on_cpu)
+        take, give = memory.take_of_torch, memory.give_of_torch
+    stream = torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else 0
+    taken = [take(0, stream), take(0, stream)]
+    assert taken == [0, 0]
+    for address in taken:
+        give(address)
+    assert not memory._TAKEN
+
+
 @pytest.mark.parametrize("absent", ["guards", "allocator"])
 def test_each_way_is_taken_where_torch_has_it(absent: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib

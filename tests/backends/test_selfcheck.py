@@ -12,6 +12,7 @@ import torch
 from sagepatch import ops
 from sagepatch.backends import selfcheck
 from sagepatch.backends.catalogue import BY_NAME, SDPA
+from sagepatch.backends.cuda import build
 from sagepatch.dispatch import Request, select
 from sagepatch.errors import VariantRefused
 from sagepatch.numerics.attention import emulate
@@ -135,6 +136,17 @@ def test_a_pass_of_other_versions_does_not_count(gpu, tmp_path, fact):
     selfcheck._RESULTS.clear()
     selfcheck.failure(VARIANT)
     assert len(gpu) == 2
+
+
+# Once wrong: another compiler's machine code had passed already.
+def test_a_pass_of_another_compiler_does_not_count(gpu, monkeypatch):
+    kernel = BY_NAME["cuda.sage2_8"]
+    for version in ((12, 9), (13, 0), (13, 0)):
+        monkeypatch.setattr(build, "nvrtc_version", lambda version=version: version)
+        selfcheck._RESULTS.clear()  # another process
+        assert selfcheck.failure(kernel) is None
+        assert selfcheck.failure(VARIANT) is None
+    assert gpu == [kernel.name, VARIANT.name, kernel.name]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"failure": ""}', "null"])

@@ -18,6 +18,7 @@ FILES = ("triton_attention", "triton_masks", "triton_numerics", "fuzz")
 SAMPLE = (
     "every_recipe and (sage2_8 or sage1_b) or dead_tiles or guard_tells"
     " or (packed_members_equal and sage2_8 and None)"
+    " or (causal_offsets and sage2_8 and 2147483647)"
 )
 
 pytestmark = [

@@ -11,7 +11,7 @@ from models.layers import call
 from sagepatch.backends.catalogue import BY_NAME, SDPA
 from sagepatch.calibration import measure as measuring
 from sagepatch.calibration.measure import Stopwatch, all_finite, measure
-from sagepatch.calibration.timing import CallTime, cuda_time_us
+from sagepatch.calibration.timing import CallTime, call_time
 from sagepatch.numerics.metrics import compare
 from sagepatch.ops import run_exact, run_variant
 
@@ -120,7 +120,7 @@ def test_a_cpu_has_no_times_that_mean_anything() -> None:
 def test_a_gpu_is_timed_on_the_device_of_the_call() -> None:
     last = torch.device("cuda", torch.cuda.device_count() - 1)
     x = torch.randn(2048, 2048, device=last)
-    us = cuda_time_us(lambda: x @ x, last)
+    us = call_time(lambda: x @ x, last).us
     assert 1 < us < 1e6
     assert torch.cuda.current_device() == 0
 

@@ -26,7 +26,7 @@ SMALL = Program(
     "prepass.cu",
     (
         *(("Q_TYPE", 1), ("K_TYPE", 1), ("V_TYPE", 1), ("HEAD", 64), ("V_HEAD", 64)),
-        *(("VECTORS", 1), ("Q_BLOCK", 0), ("K_GROUPS", 4), ("K_BLOCK", 64), ("FP16_PV", 0)),
+        *(("VECTORS", 1), ("Q_BLOCK", 0), ("K_GROUPS", 4), ("K_BLOCK", 64), ("HALF_PV", 0)),
         *(("MASK", 0), ("SHIFT", 0)),
     ),
 )

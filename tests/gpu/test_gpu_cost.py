@@ -10,7 +10,7 @@ from gpu.placed import HOPPER, KERNEL
 
 from sagepatch.backends import selfcheck, unusable
 from sagepatch.backends.catalogue import BY_NAME
-from sagepatch.calibration.timing import cuda_time_us
+from sagepatch.calibration.timing import call_time
 from sagepatch.dispatch import Request
 from sagepatch.layer import PatchedLayer, Policy
 from sagepatch.ops import run_layer
@@ -34,7 +34,7 @@ def test_the_guard_costs_little(kernel: str) -> None:
         for guard, taken in times.items():
             one = layers[guard]
             taken.append(
-                cuda_time_us(lambda one=one: [run_layer(one, call) for _ in range(10)], q.device)
+                call_time(lambda one=one: [run_layer(one, call) for _ in range(10)], q.device).us
             )
     auto, off = (min(times[guard]) / 10 for guard in ("auto", "off"))
     print(f"a call of {kernel} at 1x24x4608x128: {off:.0f} us, guarded {auto:.0f} us")

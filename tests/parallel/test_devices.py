@@ -21,7 +21,7 @@ from sagepatch.backends.catalogue import BY_NAME
 from sagepatch.backends.cuda import attention as cuda
 from sagepatch.backends.triton import attention as triton
 from sagepatch.calibration.measure import Stopwatch
-from sagepatch.calibration.timing import CallTime, cuda_time_us
+from sagepatch.calibration.timing import CallTime, call_time
 from sagepatch.dispatch import Request, candidates
 from sagepatch.numerics.recipe import RECIPES
 from sagepatch.spec import Call
@@ -150,7 +150,7 @@ def test_a_kernel_is_timed_on_the_device_of_its_tensors(
         devices.launch()
         gpu.queue(10.0, 1e3)
 
-    assert cuda_time_us(launch, torch.device(device)) == pytest.approx(1e3)
+    assert call_time(launch, torch.device(device)).us == pytest.approx(1e3)
     assert set(devices.launched) == {torch.device(device).index}
     assert devices.current == 0
 

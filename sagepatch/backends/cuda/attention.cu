@@ -1,21 +1,6 @@
 // Attention on INT8 Q and K for sm_90a: wgmma, TMA, one producer warp, 64 query rows a consumer
-// warpgroup, a persistent grid. The pre-pass (prepass.py) says what the operands are; attention.py
-// defines the macros below.
-//
-//   HEAD        columns of Q and K, a multiple of 32        VALUE_DIM   columns of V and out
-//   BLOCK_N     keys of a tile                              WARPGROUPS  consumer warpgroups
-//   STAGES      tiles in flight                             FLUSH       keys an accumulator T sums
-//   PIECES      parts of VALUE that take turns in T         P_LOG2      log2 of the code of p = 1
-//   HALF_V      V has 16 bits, else E4M3                    HALF_T      T is FP16, else FP32
-//   BF16_V      of the 16 bits: BF16, else FP16             LAG         P may grow to 2^LAG, with IN_PLACE
-//   CAP         with LAG and SERIAL: no maximum where scores stay under the first plus this; or 0
-//   RAW_V       V comes as the caller gave it
-//   ONES        row sums by the tensor core                 POLY        of 8 exp2, on the FMA pipe
-//   PINGPONG    warpgroups take turns (two of them)         IN_PLACE    P V adds to the output
-//   SERIAL      a warpgroup does one thing at a time        SCALES_AHEAD  with SERIAL: of K, a tile early
-//   CAUSAL, WINDOW, KEY_MASK, PACKED                        OUT_HALF    out is FP16, else BF16
-//   SPLIT       the last blocks of queries are shared       SHARED_BYTES  of a block, dynamic
-//   RAW_Q       Q comes as FP16 (1) or BF16 (2), not as codes of the pre-pass (0)
+// warpgroup, a persistent grid. The pre-pass (prepass.py) says what the operands are,
+// attention_sizes.cuh what the macros of an instance are.
 //
 // One tile of a warpgroup, in the order of issue: S(i) = Q K(i)^T; T = P(i-1) V(i-1); softmax of
 // S(i), which runs beside the second product; O = O alpha(i-1) + T. Scores of a thread: rows
@@ -27,6 +12,8 @@
 #include "wgmma.cuh"
 #include "attention_sizes.cuh"
 #include "attention_work.cuh"
+#include "attention_copy.cuh"
+#include "attention_products.cuh"
 #include "attention_softmax.cuh"
 #if RAW_Q
 #define VECTORS 1
@@ -70,54 +57,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
                        section, causal_offset, window, members, tiles,  share_tiles, share_rest, share_pieces};
   const int turns = whole + (SPLIT ? share_pieces * gridDim.x : 0);
 
-  prepare_shared({full_k, empty_k, full_v, empty_v, full_q, empty_q}, shared + (v_at - q_at));
+  const Barriers rings = {full_k, empty_k, full_v, empty_v, full_q, empty_q};
+  prepare_shared(rings, shared + (v_at - q_at));
   __syncthreads();
   wait_for_front();
 
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    if (threadIdx.x == 0) {
-      int stage = 0;
-      uint32_t phase = 0, q_phase = 0;
-      Dealt dealt(sizes);
-      for (int t = blockIdx.x; t < turns; t += gridDim.x) {
-        const Share share = dealt.take(sizes, t);
-        Work w = work_of(share.t, sizes, cu_q, cu_kv, tile_counts);
-        restrict_to(w, share);
-        if (w.count <= 0) continue;
-        const int kv_head_of_batch = RAW_V ? w.kv_head - w.batch * (q_heads / group) : 0;
-        wait(empty_q, q_phase ^ 1);
-        q_phase ^= 1;
-        if constexpr (RAW_Q) {
-          expect_bytes(full_q, RAW_Q_BYTES);
-          load_box(raw_at, &q_map, full_q, 0, w.q_row, w.head - w.batch * q_heads, w.batch);
-        } else {
-          expect_bytes(full_q, Q_BYTES);
-          for (int p = 0; p < PANELS; p++)
-            load_box(q_at + p * BLOCK_M * SWIZZLE, &q_map, full_q, p * 128, w.q_row, w.head);
-        }
-        for (int i = 0; i < w.count; i++) {
-          int tile = tile_at(w, i, tile_list, tiles);
-          int key = w.kv_row + tile * BLOCK_N;
-          wait(empty_k + 8 * stage, phase ^ 1);
-          expect_bytes(full_k + 8 * stage, K_BYTES);
-          for (int p = 0; p < PANELS; p++)
-            load_box(k_at + stage * K_BYTES + p * BLOCK_N * SWIZZLE, &k_map, full_k + 8 * stage,
-                     p * 128, key, w.kv_head);
-          wait(empty_v + 8 * stage, phase ^ 1);
-          expect_bytes(full_v + 8 * stage, V_LOADED_BYTES);
-          for (int p = 0; p < V_PANELS; p++) {
-            uint32_t to = v_at + stage * V_BYTES + p * V_PANEL_BYTES;
-            if constexpr (RAW_V)
-              load_box(to, &v_map, full_v + 8 * stage, p * 64, key, kv_head_of_batch, w.batch);
-            else if (HALF_V) load_box(to, &v_map, full_v + 8 * stage, p * 64, key, w.kv_head);
-            else load_box(to, &v_map, full_v + 8 * stage, key + p * V_SWIZZLE, 0, w.kv_head);
-          }
-          if (++stage == STAGES) { stage = 0; phase ^= 1; }
-        }
-      }
-    }
+    if (threadIdx.x == 0)
+      copy_operands(&q_map, &k_map, &v_map, {q_at, k_at, v_at, raw_at}, rings, sizes, turns,
+                    cu_q, cu_kv, tile_list, tile_counts);
     return;
   }
 
@@ -195,14 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
       auto issue_scores = [&]() {
         hold(S);
         mma_fence();
-#pragma unroll
-        for (int k = 0; k < HEAD / 32; k++) {
-          const uint32_t q = q_low + k / 4 * (BLOCK_M * SWIZZLE >> 4) + k % 4 * 2;
-          const uint32_t at = k_low + stage * (K_BYTES >> 4);
-          mma_qk(S, descriptor(q, QK_HIGH),
-                 descriptor(at + k / 4 * (BLOCK_N * SWIZZLE >> 4) + k % 4 * 2, QK_HIGH), k != 0);
-        }
-        mma_commit();
+        issue_product(S, q_low, k_low + stage * (K_BYTES >> 4));
       };
       auto hold_sums = [&]() {
         if constexpr (IN_PLACE) hold(O);
@@ -212,26 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
       };
       // Part `piece` of P V of stage s.
       auto issue_values = [&](int piece, int s) {
-#pragma unroll
-        for (int f = 0; f < FLUSHES; f++)
-#pragma unroll
-          for (int k = 0; k < FLUSH / PV_K; k++) {
-            const int step = f * (FLUSH / PV_K) + k;
-            uint32_t low = v_low + s * (V_BYTES >> 4);
-            if constexpr (HALF_V) {
-              low += step * (16 * 128 >> 4) + piece * PIECE / 64 * (V_PANEL_BYTES >> 4);
-            } else {
-              constexpr int steps = V_SWIZZLE / 32;  // of a panel
-              low += step / steps * (V_PANEL_BYTES >> 4) + step % steps * 2 +
-                     piece * (PIECE * V_SWIZZLE >> 4);
-            }
-#if IN_PLACE
-            PV<PV_N>::mma(O, P + step * 4, descriptor(low, V_HIGH), 1);
-#else
-            PV<PV_N>::mma(T[f], P + step * 4, descriptor(low, V_HIGH), k != 0);
-#endif
-          }
-        mma_commit();
+        issue_product(O, T, P, v_low + s * (V_BYTES >> 4), piece);
       };
       auto add_sums = [&](int piece) {
         if constexpr (!IN_PLACE) {
@@ -430,15 +354,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
 #endif
       if constexpr (OWN_TILES) pass(begun.count - w.count);
 
-      if constexpr (ONES) {
-        l0 = __shfl_sync(~0u, l0, lane & ~3);
-        l1 = __shfl_sync(~0u, l1, lane & ~3);
-      } else {
-        l0 += __shfl_xor_sync(~0u, l0, 1);
-        l1 += __shfl_xor_sync(~0u, l1, 1);
-        l0 += __shfl_xor_sync(~0u, l0, 2);
-        l1 += __shfl_xor_sync(~0u, l1, 2);
-      }
+      sum_quad(l0, l1, lane);
     }
 
     // Worked out again rather than kept in registers through the loop.
@@ -467,14 +383,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
       const bool finite =
           store_rows(O, l0, l1, channel, to, out_stride_s, row, w.q_rows, pair);
       if (flags && !finite) atomicMax(flags, 1);
-      if (lse && pair == 0) {
-        const long long at = (long long)w.head * q_len + w.q_row + row;
-        const float none = -__int_as_float(0x7F800000);
-        if (row < w.q_rows)
-          lse[at] = l0 == 0.0f ? none : (m0 + __log2f(l0) - P_LOG2 + shift_log2[at]) * LN2;
-        if (row + 8 < w.q_rows)
-          lse[at + 8] = l1 == 0.0f ? none : (m1 + __log2f(l1) - P_LOG2 + shift_log2[at + 8]) * LN2;
-      }
+      if (lse && pair == 0)
+        store_lse(m0, m1, l0, l1, lse, shift_log2, (long long)w.head * q_len + w.q_row + row, row,
+                  w.q_rows);
     }
   }
   if (PINGPONG && consumer == 0) take_turn(1);

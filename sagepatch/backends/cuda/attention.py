@@ -16,10 +16,11 @@ from sagepatch.backends.chain import Chain
 from sagepatch.backends.cuda.attention_tiles import HALF_PANEL, Options, instance, pick
 from sagepatch.backends.cuda.build import Program
 from sagepatch.backends.cuda.launch import Kernel, load, tensor_map
-from sagepatch.backends.cuda.positions import positions
 from sagepatch.backends.cuda.prepass import ALIGNMENT, MOST_PARTS, Codes, Plan, plan_of
-from sagepatch.backends.cuda.prepass_form import HALVES, PAD, QK_PAD, V_PAD, form_of, reads_values
+from sagepatch.backends.cuda.prepass_form import HALVES, PAD, QK_PAD, V_PAD, form_of
+from sagepatch.backends.cuda.raw_operands import raw_strides, raw_value_strides
 from sagepatch.backends.links import Argument, Link, Moving, MovingMap, filled
+from sagepatch.backends.positions import positions
 from sagepatch.backends.prepared import (
     CU_K,
     CU_Q,
@@ -47,9 +48,6 @@ SECTION_BYTES = 32 << 20
 SIGNATURE = "TTT" + "P" * 14 + "qqq" + "i" * 18 + "fP"
 KEY_TILES_SIGNATURE = "PPPii"
 KEY_TILES_THREADS = 1024
-# What attention can make codes of, and what a tensor map asks of addresses and strides.
-RAW_DTYPES = (torch.float16, torch.bfloat16)
-MAP_BYTES = 16
 
 
 class Operands(NamedTuple):
@@ -310,41 +308,6 @@ def _packed(
 ) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
     """The tensor map of a contiguous tensor."""
     return dtype, shape, (shape[1] * shape[2], shape[2]), box, swizzle
-
-
-def raw_strides(call: Call, recipe: Recipe) -> tuple[int, ...] | None:
-    """Strides of batch, heads and tokens for the attention to read Q by tensor map and make its
-    codes; None where the pre-pass makes them: scales of blocks, a log-sum-exp (which needs the mean
-    of K), and tensors that a map cannot describe.
-    """
-    q = call.q
-    if recipe.q_granularity != "token" or call.return_lse or q.dtype not in RAW_DTYPES:
-        return None
-    return map_strides(q)
-
-
-def raw_value_strides(call: Call, recipe: Recipe) -> tuple[int, ...] | None:
-    """As `raw_strides`, for the attention to read V as it lies; None where it has to be copied: to
-    another type or scale, without keys that a mask hides (NaN times zero is NaN) or that belong to
-    a neighbour, and where a tensor map cannot describe it.
-    """
-    if not reads_values(recipe, call.v.dtype) or call.attn_mask is not None or call.packed:
-        return None
-    return map_strides(call.v)
-
-
-def map_strides(x: Tensor) -> tuple[int, ...] | None:
-    """Strides of all but the last axis of a 16-bit tensor for a tensor map; None where there can be
-    none.
-    """
-    *strides, last = x.stride()
-    if last != 1 or x.data_ptr() % MAP_BYTES:
-        return None
-    step = MAP_BYTES // x.element_size()
-    if any(n > 1 and (s <= 0 or s % step) for n, s in zip(x.shape, strides, strict=False)):
-        return None
-    # An axis of one element may have any stride.
-    return tuple(s if n > 1 else step for n, s in zip(x.shape, strides, strict=False))
 
 
 @lru_cache(maxsize=1024)

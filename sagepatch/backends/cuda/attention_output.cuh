@@ -6,6 +6,19 @@ constexpr float LN2 = 0.6931471805599453f;
 constexpr int COMPUTING = WARPGROUPS * 128;
 constexpr int PART = VALUE / 2 + 4;
 
+// Row sums of mine made whole: by the four threads of a row.
+static __device__ __forceinline__ void sum_quad(float& l0, float& l1, int lane) {
+  if constexpr (ONES) {
+    l0 = __shfl_sync(~0u, l0, lane & ~3);
+    l1 = __shfl_sync(~0u, l1, lane & ~3);
+  } else {
+    l0 += __shfl_xor_sync(~0u, l0, 1);
+    l1 += __shfl_xor_sync(~0u, l1, 1);
+    l0 += __shfl_xor_sync(~0u, l0, 2);
+    l1 += __shfl_xor_sync(~0u, l1, 2);
+  }
+}
+
 // Leaves my part of a block for the one who has its first tiles, as number blockIdx.x. `me` counts
 // the threads that compute; `ready` has a word for each part and warpgroup.
 static __device__ __forceinline__ void leave_part(const float (&O)[VALUE / 2], float m0, float m1,
@@ -120,4 +133,16 @@ static __device__ __forceinline__ bool store_rows(const float (&O)[VALUE / 2], f
   constexpr uint32_t infinity = OUT_HALF ? 0x7C007C00u : 0x7F807F80u;
   return !((row < q_rows && __vcmpgeu2(largest[0], infinity)) ||
            (row + 8 < q_rows && __vcmpgeu2(largest[1], infinity)));
+}
+
+// Writes the natural log-sum-exp of my two rows; `at` is the place of the first one. -inf for a row
+// that sees no key.
+static __device__ __forceinline__ void store_lse(float m0, float m1, float l0, float l1, float* lse,
+                                                 const float* shift_log2, long long at, int row,
+                                                 int q_rows) {
+  const float none = -__int_as_float(0x7F800000);
+  if (row < q_rows)
+    lse[at] = l0 == 0.0f ? none : (m0 + __log2f(l0) - P_LOG2 + shift_log2[at]) * LN2;
+  if (row + 8 < q_rows)
+    lse[at + 8] = l1 == 0.0f ? none : (m1 + __log2f(l1) - P_LOG2 + shift_log2[at + 8]) * LN2;
 }

@@ -1,5 +1,20 @@
-// Sizes of an instance of attention.cu, from its macros: what lies where in shared memory, and how
-// many registers hold what. Needs hopper.cuh and wgmma.cuh.
+// Macros and sizes of an instance of attention.cu: what lies where in shared memory, and how many
+// registers hold what. Needs hopper.cuh and wgmma.cuh. attention_tiles.py defines the macros:
+//
+//   HEAD        columns of Q and K, a multiple of 32        VALUE_DIM   columns of V and out
+//   BLOCK_N     keys of a tile                              WARPGROUPS  consumer warpgroups
+//   STAGES      tiles in flight                             FLUSH       keys an accumulator T sums
+//   PIECES      parts of VALUE that take turns in T         P_LOG2      log2 of the code of p = 1
+//   HALF_V      V has 16 bits, else E4M3                    HALF_T      T is FP16, else FP32
+//   BF16_V      of the 16 bits: BF16, else FP16             LAG         P may grow to 2^LAG, with IN_PLACE
+//   CAP         with LAG and SERIAL: no maximum where scores stay under the first plus this; or 0
+//   RAW_V       V comes as the caller gave it
+//   ONES        row sums by the tensor core                 POLY        of 8 exp2, on the FMA pipe
+//   PINGPONG    warpgroups take turns (two of them)         IN_PLACE    P V adds to the output
+//   SERIAL      a warpgroup does one thing at a time        SCALES_AHEAD  with SERIAL: of K, a tile early
+//   CAUSAL, WINDOW, KEY_MASK, PACKED                        OUT_HALF    out is FP16, else BF16
+//   SPLIT       the last blocks of queries are shared       SHARED_BYTES  of a block, dynamic
+//   RAW_Q       Q comes as FP16 (1) or BF16 (2), not as codes of the pre-pass (0)
 
 constexpr int BLOCK_M = 64 * WARPGROUPS;
 // Columns of V as the pre-pass pads them, and as all pieces together have them (zeros, not stored).

@@ -10,12 +10,12 @@
 //
 // Macros: Q_TYPE, K_TYPE, V_TYPE (0 fp16, 1 bf16, 2 fp32); HEAD, V_HEAD (head sizes); VECTORS;
 // Q_BLOCK (1: one scale a block of 128 queries, 0: one a query); K_GROUPS (keys that share a scale:
-// 0 none, 1 all of K_BLOCK, 4 those of a thread of a fragment); K_BLOCK (64 or 128); FP16_PV; MASK
-// (0 none, 1 seen bytes, 2 packed); SHIFT (1: write shift_log2; Q is then quantised by the second
-// launch, which knows the mean of K). Where the attention makes the codes of Q: RAW_Q. Kernels of
-// mma.sync also ask for QK_BITS (4: codes of Q and K are INT4, two a byte, the first in the low
-// half), INT8_PV (V in INT8, not E4M3) and SMOOTH_Q (the mean of each block of 128 queries is
-// subtracted and written).
+// 0 none, 1 all of K_BLOCK, 4 those of a thread of a fragment); K_BLOCK (64 or 128); HALF_PV (P and
+// V have 16 bits: FP16, or with BF16_PV that); MASK (0 none, 1 seen bytes, 2 packed); SHIFT (1:
+// write shift_log2; Q is then quantised by the second launch, which knows the mean of K). Where the
+// attention makes the codes of Q: RAW_Q. Kernels of mma.sync also ask for QK_BITS (4: codes of Q and
+// K are INT4, two a byte, the first in the low half), INT8_PV (V in INT8, not E4M3) and SMOOTH_Q
+// (the mean of each block of 128 queries is subtracted and written).
 #ifndef QK_BITS
 #define QK_BITS 8
 #endif

@@ -151,7 +151,7 @@ def macros(form: Form, strides: list[tuple[int, ...]]) -> tuple[tuple[str, int |
         ("Q_BLOCK", int(recipe.q_granularity == "block")),
         ("K_GROUPS", {"token": 0, "block": 1, "thread": 4}[recipe.k_granularity]),
         ("K_BLOCK", recipe.k_block if recipe.k_granularity == "block" else 64),
-        ("FP16_PV", int(recipe.pv in HALVES)),
+        ("HALF_PV", int(recipe.pv in HALVES)),
         ("MASK", 2 if form.members is not None else int(form.seen_strides is not None)),
         ("SHIFT", int(form.shift)),
         *((("QK_BITS", 4),) if recipe.qk_bits == 4 else ()),

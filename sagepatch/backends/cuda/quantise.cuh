@@ -297,7 +297,7 @@ __device__ __forceinline__ void quantise_v(const void* data, const Strides& s, c
   float inverse[8];
   read_eight(inverse, known.v_inverse + group_head * D8, lane * 8, D8);
   const i64 row_of_heads = (i64)batch * n.heads.by + head;
-  if constexpr (FP16_PV) {
+  if constexpr (HALF_PV) {
     const i64 first_row = row_of_heads * n.kv_pad + block * ROWS;
 #pragma unroll
     for (int p = 0; p < PASSES; p++)

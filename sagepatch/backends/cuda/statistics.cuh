@@ -170,7 +170,7 @@ __device__ void reduce_chunk(const void* data, const Strides& s, const Mask& mas
       }
       out.k_mean[group_head * WIDTH + c] = __fdiv_rn(value, (float)max(keys, 1));
     } else {
-      const Scaling v = FP16_PV ? power_scaling(value, out.v_range) : scaling(value, out.v_range);
+      const Scaling v = HALF_PV ? power_scaling(value, out.v_range) : scaling(value, out.v_range);
       out.v_scale[group_head * WIDTH + c] = c < V_HEAD ? v.scale : 0.f;
       out.v_inverse[group_head * WIDTH + c] = v.inverse;
     }

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from sagepatch.backends.cuda.launch import load
-from sagepatch.backends.cuda.positions import positions
 from sagepatch.backends.cuda_mma.machine import target_of
 from sagepatch.backends.cuda_mma.masks import KINDS, FullMask, full_mask
 from sagepatch.backends.cuda_mma.prepass import Codes, prepare
 from sagepatch.backends.cuda_mma.tiles import BLOCK_M, TYPES, Options, instance, pick
+from sagepatch.backends.positions import positions
 from sagepatch.numerics.prepass import LOG2E
 from sagepatch.numerics.recipe import Recipe
 from sagepatch.spec import Call, mask_kind

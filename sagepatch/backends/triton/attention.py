@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from dataclasses import replace
 
 import torch
 import triton
@@ -16,10 +15,11 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sagepatch.backends.chain import Chain
+from sagepatch.backends.positions import plain_positions
 from sagepatch.backends.prepared import VALUES, Prepared, serve
 from sagepatch.backends.triton import exact as fallback
 from sagepatch.backends.triton.kernel import attention, attention_of_one_key
-from sagepatch.backends.triton.launching import Recording, launch, links_of, tensors_of
+from sagepatch.backends.triton.launching import Recording, apart, launch, links_of, tensors_of
 from sagepatch.backends.triton.masks import LiveTiles, live_tiles
 from sagepatch.backends.triton.prepass import INTERPRETED, Codes, prepare
 from sagepatch.backends.triton.primitives import LOG2E
@@ -84,8 +84,7 @@ def _begin(
     call: Call, recipe: Recipe, flags: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Prepared | None]:
     """The first call of a kind: compiled where it has to be, launched by Triton and noted."""
-    # One tensor for two of them would be one place: other objects over the same memory.
-    call = replace(call, q=call.q.detach(), k=call.k.detach(), v=call.v.detach())
+    call = apart(call)
     out = call.empty_out()
     lse = call.empty_lse() if call.return_lse else None
     recording = Recording()
@@ -217,8 +216,7 @@ def attend(
             *k_strides,
             *((0, 0, 0, 0) if live is None else live.mask.stride()),
             *((0, 0, 0) if live is None else live.entry_strides),
-            call.causal_offset or 0,
-            call.window or 0,
+            *plain_positions(call),
             0.0 if call.softcap is None else call.softcap * LOG2E.value,
         ),
         {

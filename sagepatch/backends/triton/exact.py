@@ -6,7 +6,6 @@ guard runs behind a quantised kernel without asking the host.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 
 import torch
 import triton
@@ -14,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sagepatch.backends.links import Link
-from sagepatch.backends.triton.launching import Recording, launch, links_of, tensors_of
+from sagepatch.backends.positions import plain_positions
+from sagepatch.backends.triton.launching import Recording, apart, launch, links_of, tensors_of
 from sagepatch.backends.triton.primitives import (
     LOG2E,
     mask_of,
@@ -225,7 +225,7 @@ def links_where(flags: Tensor, call: Call, out: Tensor, lse: Tensor | None) -> l
     """What `run_where` launches, which it does, as links behind the launches of a call's own; None
     where they cannot be.
     """
-    call = replace(call, q=call.q.detach(), k=call.k.detach(), v=call.v.detach())
+    call = apart(call)
     recording = Recording()
     run_where(flags, call, out, lse, recording)
     found = links_of(recording, tensors_of(call, out, lse, flags))
@@ -285,8 +285,7 @@ def run_where(
             *call.v.stride(),
             *out.stride()[:3],
             *((0, 0, 0, 0) if mask is None else mask.stride()),
-            call.causal_offset or 0,
-            call.window or 0,
+            *plain_positions(call),
         ),
         {
             "MASK": kind,

@@ -5,7 +5,7 @@ themselves, parameters packed once. Knows no arithmetic.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -66,6 +66,21 @@ _PLACES = {
     "lse": prepared.LSE,
     "flags": prepared.FLAGS,
 }
+
+
+def apart(call: Call) -> Call:
+    """The same call, each tensor that has a place among the values of a chain an object of its own:
+    one for two of them would be one place.
+    """
+    cu_q, cu_k = call.cu_seqlens_q, call.cu_seqlens_kv
+    return replace(
+        call,
+        q=call.q.detach(),
+        k=call.k.detach(),
+        v=call.v.detach(),
+        cu_seqlens_q=None if cu_q is None else cu_q.detach(),
+        cu_seqlens_kv=None if cu_k is None else cu_k.detach(),
+    )
 
 
 def tensors_of(

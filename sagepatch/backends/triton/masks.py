@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagepatch.backends.positions import plain_positions
 from sagepatch.backends.triton.primitives import seen_by_position
 from sagepatch.spec import Call, MaskKind, mask_kind
 
@@ -185,8 +186,7 @@ def live_tiles(call: Call, block_m: int, block_n: int) -> LiveTiles | None:
             mask.stride(1),
             mask.stride(2),
             mask.stride(3),
-            call.causal_offset or 0,
-            call.window or 0,
+            *plain_positions(call),
             ADDITIVE=kind is MaskKind.ADDITIVE,
             CAUSAL=call.causal_offset is not None,
             WINDOW=call.window is not None,
