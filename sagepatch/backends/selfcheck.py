@@ -28,6 +28,8 @@ from sagepatch.variant import Variant
 
 logger = logging.getLogger("sagepatch")
 
+# Kernels whose code is compiled on the machine: a compiler or a driver may get them wrong.
+CHECKED = ("triton", "cuda", "cuda_mma")
 # Two key tiles and a rest, two query tiles and a rest, grouped heads, causal with an offset.
 SHAPE = {"batch": 2, "q_heads": 4, "kv_heads": 2, "q_len": 130, "kv_len": 201, "head_dim": 64}
 # Beside the record's tolerance: the emulator sums in tiles of its own.
@@ -45,7 +47,7 @@ def failure(variant: Variant, gpu: str | None = None) -> str | None:
     Kernels of CPUs are not checked. While a CUDA graph is captured nothing can be checked, and a
     kernel not checked before may serve.
     """
-    if variant.toolchain not in ("triton", "cuda", "cuda_mma") or not torch.cuda.is_available():
+    if variant.toolchain not in CHECKED or not torch.cuda.is_available():
         return None
     kinds = _each_kind()
     index = next(iter(kinds.values())) if gpu is None else kinds.get(gpu)
@@ -56,7 +58,7 @@ def last_failure(variant: Variant) -> str | None:
     """Why `variant` failed when it was last checked on a GPU of this machine, and on which of
     several kinds; checks nothing.
     """
-    if variant.toolchain not in ("triton", "cuda", "cuda_mma") or not torch.cuda.is_available():
+    if variant.toolchain not in CHECKED or not torch.cuda.is_available():
         return None
     kinds = _each_kind()
     found = {gpu: _RESULTS.get((variant.name, gpu)) or _kept(_facts(variant, gpu)) for gpu in kinds}
