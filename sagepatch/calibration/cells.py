@@ -1,7 +1,7 @@
-"""A layer's samples dealt out to the sections of the schedule; what decides in each.
+"""A layer's samples by section of the schedule, and which of them decide in each.
 
-A section seen once is judged together with its neighbours, and so is a candidate measured in it
-once: nothing is chosen on one sample.
+Nothing is chosen on one sample: a section that has only one is judged together with its neighbours,
+and so is a candidate that was measured in it only once.
 """
 
 from __future__ import annotations

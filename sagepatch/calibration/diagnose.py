@@ -22,7 +22,7 @@ from sagepatch.numerics.recipe import Recipe
 from sagepatch.plan import DEFAULT_THRESHOLD, PlanEntry
 from sagepatch.spec import Call
 
-# Remedies are tried on so many runs of so many query rows, of the worst heads.
+# Remedies are tried on RUNS stretches of ROWS query rows, of the HEADS worst heads.
 RUNS = 2
 ROWS = 256
 HEADS = 2

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from sagepatch.calibration.sample import FEWEST_SAMPLES, Sample
 from sagepatch.calibration.sections import section_of
 
-# Of each section of the schedule so many samples, or as many as there are candidates: the worst of
-# each candidate always.
+# Samples that are kept of each section of the schedule. More where there are more candidates, as
+# the worst sample of each candidate is always kept.
 MOST_OF_SECTION = 4
-# Of calls without a schedule.
+# Samples that are kept of calls without a place in a schedule.
 MOST_UNPLACED = 16
 
 
@@ -42,7 +42,8 @@ def kept(rows: Iterable[Sample]) -> tuple[Sample, ...]:
             if len(few) >= most:
                 break
             few.setdefault(id(row), row)
-        # Nothing is chosen on fewer: a candidate that was measured seldom keeps its second, too.
+        # A kernel is chosen on FEWEST_SAMPLES samples at least: a candidate keeps as many as it
+        # has, up to that.
         for known in ranked.values():
             lacking = FEWEST_SAMPLES - sum(id(row) in few for row in known)
             rest = [row for row in known if id(row) not in few]
