@@ -71,7 +71,7 @@ def seen_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Addre
         at = q.data_ptr(), k.data_ptr(), v.data_ptr(), masked, 0, 0
         return at, look_of(q, k, v, mask, at)
     except RuntimeError:
-        # What is sparse, nested or opaque has no strides or no address, and says so.
+        # Raised for strides or the address of a sparse, nested or opaque tensor.
         return None
 
 
