@@ -1,4 +1,4 @@
-"""Links of the README and of every page of the documentation lead to files and headings that exist."""
+"""Links of the README and of every page of the docs lead to files and headings that exist."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ def cells(rows: tuple[Sample, ...], by_step: bool = True) -> tuple[Cell, ...]:
     """The parts of the schedule that a layer's samples tell apart, in order; one part where the
     samples have no place in a schedule.
 
-    Parts before the first sample and after the last go with these; one without samples between
-    others has no own ones. Samples without a place count in every part.
+    The first part begins at 0 and the last one ends at 1, wherever their samples are. A part
+    between others may have no samples of its own. Samples without a place count in every part.
     """
     placed = [(section_of(row.at), row) for row in rows if row.at is not None] if by_step else []
     if not placed:

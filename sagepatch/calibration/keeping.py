@@ -15,12 +15,13 @@ MOST_UNPLACED = 16
 
 
 def kept(rows: Iterable[Sample]) -> tuple[Sample, ...]:
-    """The samples that decide: in each section the worst one of every candidate, one that refused
-    it before all, then those with the lowest cosines up to `MOST_OF_SECTION`, and a second one of
-    every candidate; in their order.
+    """The samples that decide, in their order. Of a section that has more than enough these are
+    kept: for every candidate the sample where it did worst (one that refused it is worst of all);
+    then those with the lowest cosines, until there are `MOST_OF_SECTION`; then the next worst of
+    any candidate that is in fewer than `FEWEST_SAMPLES` of them.
 
     So the least cosine of every candidate in every section is that of all samples, and what two
-    samples measured stays measured in two; means are those of the hardest samples.
+    samples measured stays measured in two. Means are those of the hardest samples.
     """
     held: dict[int | None, list[Sample]] = {}
     every = list(rows)
