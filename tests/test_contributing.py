@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from test_layers import ORDER
 
 from sagepatch.backends.catalogue import CATALOGUE
 from sagepatch.backends.selfcheck import CHECKED
@@ -40,11 +39,6 @@ def test_a_file_of_the_page_exists(path: str) -> None:
 def test_a_name_of_the_page_is_defined_in_its_file(path: str, name: str) -> None:
     source = (ROOT / path).read_text(encoding="utf-8")
     assert re.search(rf"^ *(?:def |class )?{name}\b *(?:[(:=\[]|$)", source, re.MULTILINE)
-
-
-def test_the_order_of_imports_is_the_one_that_is_tested() -> None:
-    listed = TEXT.partition("refuses the rest: ")[2].partition(" It is")[0]
-    assert tuple(re.findall(r"`(\w+)`", listed)) == ORDER
 
 
 def test_every_toolchain_is_in_every_list_of_them() -> None:

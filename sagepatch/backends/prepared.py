@@ -21,8 +21,7 @@ from sagepatch.spec import Call
 # softmax scale times what its kernels want.
 Q, K, V, MASK, CU_Q, CU_K, FLAGS, OUT, LSE, SCRATCH, FACTOR = range(11)
 VALUES = 11
-# Kernels tell apart whether an address is a multiple of this, for vectors of 16 bytes and tensor
-# maps, and nothing finer.
+# Addresses that kernels tell apart, and nothing finer: vectors of 16 bytes, tensor maps.
 ALIGNMENT = 16
 MOST_KINDS = 1024
 # Of q, k, v, the mask, cumulative lengths of queries and of keys; 0 for what a call has not.

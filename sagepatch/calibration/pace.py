@@ -228,7 +228,7 @@ class Pace:
         taken = walk.taken[place.step]
         if walk.own_seconds or not taken:
             return walk.own_seconds
-        # In the first step there is only the time between one layer's sample and the next.
+        # In the first step: as long as from layer to layer until now.
         return (walk.latest - walk.anchor) / taken * self.layers * place.steps
 
     def _own_clock(self) -> float:
@@ -257,7 +257,7 @@ def _admits(walk: _Generation, place: Place, held: Mapping[int, int]) -> bool:
     if not walk.own_seconds:
         return False
     cost = max(min(walk.costs.values()), 1e-9)
-    # One less: the last step is always measured.
+    # Besides the last one.
     affordable = int((walk.own_seconds - walk.spent) / cost) - 1
     if walk.between is None:
         left = [walk.first, *(step for step in wanted if step >= place.step)]
