@@ -81,6 +81,11 @@ def test_who_has_a_gpu_uses_it() -> None:
     assert all(lines[number + 1] == 'pipe.to("cuda")' for number in fast)
 
 
+def test_links_and_pictures_exist() -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", TEXT):
+        assert (ROOT / target).exists(), target
+
+
 def test_numbers_come_from_the_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     tables = runpy.run_path(str(ROOT / "benchmarks" / "readme_tables.py"))

@@ -103,12 +103,10 @@ class _Images:
 
 
 class Plan:
-    """How the parameters of a chain lie in memory. (Not the plan of a model.)
+    """How the parameters of a chain lie in memory.
 
-    First a cell of 8 bytes for each value of a call: a parameter that is just that value points
-    there, in whatever kernel. Then regions of the other parameters: one for each set of values that
-    parameters are made from (an address in scratch memory, a tensor map, a structure), and one for
-    those that never change.
+    First cells of 8 bytes, the values of a call as they come, however many kernels take them. Then
+    regions, one for each set of values that something else moves with, and one that never moves.
     """
 
     def __init__(self, links: Sequence[Link], values: int) -> None:

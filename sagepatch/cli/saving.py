@@ -21,11 +21,12 @@ PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 VIDEOS = (".webp", ".gif", ".png")
 TEXTS = (".txt",)
 # By the end of a file's name, what writes a report as such a file.
-REPORTS: dict[str, Callable[[Report, Path], object]] = {
+WRITERS: dict[str, Callable[[Report, Path], object]] = {
     ".html": Report.to_html,
     ".json": Report.to_json,
     ".png": Report.plot,
 }
+REPORTS = tuple(WRITERS)
 _GAP = 8
 
 
@@ -44,7 +45,7 @@ def check_target(path: Path, suffixes: tuple[str, ...], option: str) -> None:
 
 def check_report(path: Path) -> None:
     """As `check_target` for a report; a plot also needs matplotlib."""
-    check_target(path, tuple(REPORTS), "--report")
+    check_target(path, REPORTS, "--report")
     if path.suffix.lower() == ".png" and find_spec("matplotlib") is None:
         raise MachineError(
             f"--report {path} is a plot and needs matplotlib: "
@@ -54,7 +55,7 @@ def check_report(path: Path) -> None:
 
 def write_report(report: Report, path: Path) -> None:
     """Write the report in the format that its file name asks for."""
-    REPORTS[path.suffix.lower()](report, path)
+    WRITERS[path.suffix.lower()](report, path)
 
 
 def save(runs: list[Made], path: Path) -> Path:
