@@ -16,12 +16,13 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -42,8 +43,10 @@ from sagepatch.numerics.recipe import RECIPES
 from sagepatch.spec import Call
 
 WANTED = ("d128_4k", "flux_1024", "d64_16k", "llama_8k_causal", "d128_16k", "d64_8k_causal")
-# Under which the clock is read.
-WATCHED = ("bf16", "serves", "lag 0")
+# Ways under which clock and power are read, on the first two shapes.
+WATCHED = ("bf16", "serves", "lag 8")
+# A way that is farther from exact attention is wrong, and is not timed.
+LEAST_COSINE = 0.99
 COLUMNS = (
     *("shape", "recipe", "way", "part", "ms_median", "ms_p20", "ms_p80", "tflops", "cos", "rel_l1"),
     *("clock_mhz", "power_w", "gpu", "driver", "torch", "nvrtc", "commit", "command"),
@@ -196,6 +199,83 @@ def quantiles(times: list[float]) -> list[float]:
     return torch.quantile(torch.tensor(times), torch.tensor([0.5, 0.2, 0.8])).tolist()
 
 
+Key = tuple[str, str]  # recipe and way
+
+
+def run_of(call: Call, one: Ready | None) -> Callable[[], Tensor]:
+    """A whole call by a way, or by cuDNN."""
+    return partial(sdpa, SDPBackend.CUDNN_ATTENTION, call) if one is None else one.call
+
+
+def agreeing(call: Call, runs: dict[Key, Ready | None]) -> dict[Key, tuple[float, float]]:
+    """Cosine and relative L1 of each way against exact attention."""
+    outs = {"|".join(key): run_of(call, one)() for key, one in runs.items()}
+    found = errors(call, outs)
+    return {key: found["|".join(key)] for key in runs}
+
+
+def taken(
+    call: Call, runs: dict[Key, Ready | None], found: dict[Key, tuple[float, float]], args: Any
+) -> dict[tuple[str, str, str], list[float]]:
+    """Milliseconds of whole calls in random order, and of the parts alone, by recipe, way and part;
+    of those that agree with exact attention.
+    """
+    times: dict[tuple[str, str, str], list[float]] = {}
+    order = list(runs)
+    for turn in range(args.rounds):
+        random.Random(turn).shuffle(order)
+        for key in order:
+            if found[key][0] < LEAST_COSINE:
+                continue
+            one = runs[key]
+            times.setdefault((*key, "call"), []).extend(timed(run_of(call, one), args.ms))
+            if one is not None and turn == 0:
+                times[*key, "attention"] = timed(one.attention, args.ms // 2)
+                times[*key, "prepass"] = timed(one.prepass, 10)
+    return times
+
+
+def measure(shape: Shape, args: Any) -> Iterator[tuple[str, ...]]:
+    """The rows of a shape, without the facts of the machine; says what it finds."""
+    call = make(shape)
+    runs: dict[Key, Ready | None] = {("cudnn", "bf16"): None}
+    runs |= {(way.recipe, way.name): ready(call, way) for way in ways(shape.dim)}
+    found = agreeing(call, runs)
+    for (recipe, name, part), times in taken(call, runs, found, args).items():
+        median, p20, p80 = quantiles(times)
+        cosine, rel_l1 = found[recipe, name]
+        clock = power = ""
+        if part == "call" and name in WATCHED and shape.name in WANTED[:2]:
+            clock, power = under_load(run_of(call, runs[recipe, name]), 0.4)
+        yield (
+            *(shape.name, recipe, name, part, f"{median:.4f}", f"{p20:.4f}", f"{p80:.4f}"),
+            *(f"{shape.flops / median / 1e9:.1f}", f"{cosine:.6f}", f"{rel_l1:.5f}", clock, power),
+        )
+        if part != "prepass":
+            print(
+                f"{shape.name:15s} {recipe:12s} {name:32s} {part:9s} {median:.4f} ms "
+                f"{shape.flops / median / 1e9:6.1f} l1 {rel_l1:.4f} {clock} {power}",
+                flush=True,
+            )
+    for (recipe, name), off in found.items():
+        if off[0] < LEAST_COSINE:
+            print(f"{shape.name} {recipe} {name}: WRONG {off}", flush=True)
+
+
+def machine(commit: str) -> tuple[str, ...]:
+    """What is told of the machine in every row."""
+    from sagepatch.backends.cuda.build import nvrtc_version
+
+    return (
+        torch.cuda.get_device_name(),
+        shell("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
+        torch.__version__,
+        ".".join(map(str, nvrtc_version() or ())),
+        commit,
+        "python " + " ".join(sys.argv),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
@@ -204,19 +284,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--commit", default=shell("git", "rev-parse", "--short", "HEAD"))
     args = parser.parse_args()
-    from sagepatch.backends.cuda.build import nvrtc_version
-
     start = time.monotonic()
     shapes = [next(s for s in SHAPES if s.name == name) for name in WANTED]
     compile_all(shapes)
-    facts = (
-        torch.cuda.get_device_name(),
-        shell("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
-        torch.__version__,
-        ".".join(map(str, nvrtc_version() or ())),
-        args.commit,
-        "python " + " ".join(sys.argv),
-    )
+    facts = machine(args.commit)
     with args.out.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
@@ -224,61 +295,9 @@ def main() -> None:
             if time.monotonic() - start > args.seconds:
                 print(f"{shape.name}: left out", flush=True)
                 continue
-            call = make(shape)
-            cudnn = partial(sdpa, SDPBackend.CUDNN_ATTENTION, call)
-            runs: dict[tuple[str, str], Ready | None] = {("cudnn", "bf16"): None}
-            for way in ways(shape.dim):
-                runs[way.recipe, way.name] = ready(call, way)
-            outs = {
-                "|".join(key): cudnn() if one is None else one.call() for key, one in runs.items()
-            }
-            found = errors(call, outs)
-            del outs
-            times: dict[tuple[str, str, str], list[float]] = {}
-            order = list(runs)
-            for turn in range(args.rounds):
-                random.Random(turn).shuffle(order)
-                for key in order:
-                    if found["|".join(key)][0] < 0.99:
-                        continue
-                    one = runs[key]
-                    whole = cudnn if one is None else one.call
-                    times.setdefault((*key, "call"), []).extend(timed(whole, args.ms))
-                    if one is not None and turn == 0:
-                        times[*key, "attention"] = timed(one.attention, args.ms // 2)
-                        times[*key, "prepass"] = timed(one.prepass, 10)
-            for (recipe, name, part), taken in times.items():
-                median, p20, p80 = quantiles(taken)
-                cosine, rel_l1 = found[f"{recipe}|{name}"]
-                clock = power = ""
-                if (
-                    part == "call"
-                    and name in ("bf16", "serves", "plain", "lag 8")
-                    and shape.name in WANTED[:2]
-                ):
-                    one = runs[recipe, name]
-                    clock, power = under_load(cudnn if one is None else one.call, 0.4)
-                writer.writerow(
-                    (
-                        *(shape.name, recipe, name, part, f"{median:.4f}", f"{p20:.4f}"),
-                        *(f"{p80:.4f}", f"{shape.flops / median / 1e9:.1f}"),
-                        *(f"{cosine:.6f}", f"{rel_l1:.5f}", clock, power, *facts),
-                    )
-                )
-                if part != "prepass":
-                    print(
-                        f"{shape.name:15s} {recipe:12s} {name:32s} {part:9s} {median:.4f} ms "
-                        f"{shape.flops / median / 1e9:6.1f} l1 {rel_l1:.4f} {clock} {power}",
-                        flush=True,
-                    )
-            for recipe, name in runs:
-                if found[f"{recipe}|{name}"][0] < 0.99:
-                    print(
-                        f"{shape.name} {recipe} {name}: WRONG {found[f'{recipe}|{name}']}",
-                        flush=True,
-                    )
+            for row in measure(shape, args):
+                writer.writerow((*row, *facts))
             file.flush()
-            del runs
 
 
 if __name__ == "__main__":

@@ -122,7 +122,8 @@ def commit() -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def main() -> None:
+def parsed() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path("benchmarks/h200_end_to_end.csv"))
     parser.add_argument("--seconds", type=float, default=900, help="end after so many")
@@ -139,7 +140,11 @@ def main() -> None:
     parser.add_argument("--commit", default=commit())
     parser.add_argument("--device", default="cuda", help="cpu: a rehearsal")
     parser.add_argument("--cases", default="true_models", help="the module that holds CASES")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parsed()
     began = time.monotonic()
     on_gpu = args.device == "cuda"
     facts = {

@@ -62,6 +62,14 @@ def _rows(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def _row_of(table: str, **wanted: str) -> dict[str, str]:
+    """The first row of a table with these values."""
+    for row in _rows(f"{table}.csv"):
+        if wanted.items() <= row.items():
+            return row
+    raise SystemExit(f"{table}.csv has no row of {wanted}: run python benchmarks/{table}.py first")
+
+
 def _groups(granularity: str, block: int, side: str) -> str:
     return {
         "token": f"one scale a {side}",
@@ -176,12 +184,8 @@ def _layout(r: Recipe) -> str:
 
 
 def _cost(r: Recipe) -> str:
-    normal = next(
-        row
-        for row in _rows("numerics_table.csv")
-        if row["experiment"] == "normal data" and row["setting"] == r.name
-    )
-    demo = next(row for row in _rows("demo_recipes.csv") if row["recipe"] == r.name)
+    normal = _row_of("numerics_table", experiment="normal data", setting=r.name)
+    demo = _row_of("demo_recipes", recipe=r.name)
     lines = [
         f"Error on normal data, 1 x 4 x 1024 x 128, against FP64: relative L1 {normal['rel_l1']}, "
         f"cosine {normal['cosine']} ([csv](../../benchmarks/numerics_table.csv)). Demo picture "

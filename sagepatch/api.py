@@ -199,7 +199,7 @@ def calibrate_runs(
         if kept is not None:
             _check_table(kept, mark, emulate, os.fspath(table or ""))
         patch = Patch(parts, found, Policy(emulate=emulate), DEFAULT_THRESHOLD, mark=mark)
-    # A step is measured in all the layers that run in it.
+    # A step counts once, though every layer that runs in it has a row of it.
     rows = () if kept is None else (row for layer in kept.layers for row in layer.rows)
     before = {(row.run, row.step): row.at for row in rows}
     pace = Pace(held=[at for at in before.values() if at is not None])

@@ -17,7 +17,7 @@ from sagepatch.dispatch import Request
 from sagepatch.errors import InvalidArgument
 from sagepatch.known import recall, remember, run_layer_again, seen_of
 from sagepatch.numerics.recipe import EXACT
-from sagepatch.ops import check_rising, serve, watched  # registers torch.ops.sagepatch
+from sagepatch.ops import check_rising, needs_op, serve  # registers torch.ops.sagepatch
 from sagepatch.spec import Call, check_devices, check_mask, check_shapes, mask_kind
 
 Layout = Literal["BHSD", "BSHD"]
@@ -229,7 +229,7 @@ def run(
                 "call it under torch.no_grad() or pass variant='exact'"
             )
         return run_sdpa(call, EXACT)
-    if not watched(call):
+    if not needs_op(call):
         return serve(call, handle, variant)
     result: tuple[Tensor, Tensor] = torch.ops.sagepatch.attention(
         call.q,

@@ -24,7 +24,7 @@ from sagepatch.backends.prepared import (
 )
 from sagepatch.bounded import Bounded
 from sagepatch.layer import capturing, find_layer
-from sagepatch.ops import chosen_for, looking, run_known, settled
+from sagepatch.ops import chosen_for, operations_are_watched, run_known, settled
 from sagepatch.spec import Call
 
 MOST_KNOWN = 1024
@@ -44,13 +44,13 @@ _KNOWN: Bounded[tuple[Any, ...], Known] = Bounded(MOST_KNOWN)
 
 
 def seen_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Addresses, Look] | None:
-    """Where the tensors of a call are and what they look like; None for a call that is looked at
-    one by one: watched, under autocast, one that may want a derivative, tensors that are more or
-    less than memory.
+    """Where the tensors of a call are and what they look like; None for a call that may not be
+    served from memory and takes the whole way: torch's operations are watched, autocast is on, a
+    derivative may be wanted, or a tensor is not plain memory.
     """
     if (
         not type(q) is type(k) is type(v) is Tensor
-        or looking()
+        or operations_are_watched()
         or torch.is_autocast_enabled("cuda")
         or forward_ad._current_level >= 0
         or q.is_neg()
@@ -71,7 +71,7 @@ def seen_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Addre
         at = q.data_ptr(), k.data_ptr(), v.data_ptr(), masked, 0, 0
         return at, look_of(q, k, v, mask, at)
     except RuntimeError:
-        # What is sparse, nested or opaque has no strides or no address, and says so.
+        # Raised for strides or the address of a sparse, nested or opaque tensor.
         return None
 
 

@@ -96,32 +96,36 @@ class PatchedLayer:
     record: Record = field(default_factory=Record)
     handle: Tensor = field(init=False)
     _guards: dict[torch.device, DeviceGuard] = field(default_factory=dict, repr=False)
-    # As many as the account tells apart: a language model makes a new one with each token.
+    # By spec and request, the kernel that was chosen, and why it is exact attention where that was
+    # not asked for. Bounded as the account is: a language model makes a new spec with each token.
     _chosen: Bounded[tuple[AttnSpec, str], tuple[Variant, str | None]] = field(
         default_factory=lambda: Bounded(MOST_SPECS), repr=False
     )
 
-    # Of a layer with parts a call's place in the schedule decides, too: nothing is kept there.
+    # How calls were served, by their kind. Empty for a layer with `parts`, where the place in the
+    # schedule decides too.
     ways: Bounded[tuple[Any, ...], Way] = field(
         default_factory=lambda: Bounded(MOST_SPECS), repr=False
     )
 
-    # Of a layer that runs exact attention: kinds of call, as the patcher tells them apart, that
-    # may go to torch as they came.
+    # For a layer that runs exact attention. Forms of SDPA calls (`patchers.passing.form_of`) that
+    # were served before: the next call of such a form is counted as one of that spec and goes to
+    # torch unchanged.
     passes: Bounded[tuple[Any, ...], AttnSpec] = field(
         default_factory=lambda: Bounded(MOST_SPECS), repr=False
     )
 
-    # Of such a layer: kinds of call of the method that calls attention, and what one such made.
+    # The same one level up. Forms of calls of the method that attends, for instance a processor's
+    # `__call__`, and the SDPA calls that one of them made.
     passes_whole: Bounded[tuple[Any, ...], tuple[AttnSpec, ...]] = field(
         default_factory=lambda: Bounded(MOST_SPECS), repr=False
     )
 
     def __post_init__(self) -> None:
         number = next(_numbers)
-        # One number, read inside the op: an attribute that differs by layer without a recompile by
-        # layer. On the CPU and real whatever the default device and mode of the moment: reading it
-        # must not wait for a GPU.
+        # A number in a tensor is read inside the op, so layers can differ in it without a recompile
+        # for each. The tensor is real and on the CPU, whatever mode or default device is on just
+        # now: reading it must not wait for a GPU.
         with _disable_current_modes():
             self.handle = torch.tensor(number, dtype=torch.int64, device="cpu")
         _LAYERS[number] = self
@@ -145,7 +149,8 @@ class PatchedLayer:
         self._forget()
 
     def _forget(self) -> None:
-        # New ones: another thread may be about to write what it chose before.
+        # New dictionaries, not cleared ones: another thread may still write into the old ones what
+        # it chose before.
         self._chosen, self.ways = Bounded(MOST_SPECS), Bounded(MOST_SPECS)
         self.passes, self.passes_whole = Bounded(MOST_SPECS), Bounded(MOST_SPECS)
 

@@ -16,8 +16,8 @@ MOST_SPECS = 1024
 
 @dataclass(slots=True)
 class Record:
-    """The running account of one site. Written by the op, read by the report; nothing here decides
-    anything.
+    """The account of one layer since it was patched. The op writes it and the report reads it;
+    nothing is decided by it.
     """
 
     calls: int = 0

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,33 +127,35 @@ def serve(call: Call, handle: Tensor | None, variant: str) -> tuple[Tensor, Tens
     return run_exact(call) if layer is None else run_layer(layer, call)
 
 
-def watched(call: Call) -> bool:
-    """Whether a call must be seen as one operation, or its tensors are not plain memory."""
+def needs_op(call: Call) -> bool:
+    """Whether a call has to go through `torch.ops.sagepatch.attention`: a compiler traces it, or
+    `tensors_need_op` says so of its tensors. Any other call is cheaper without, as the op's
+    dispatch costs the host more than a launch.
+    """
     mask, sinks = call.attn_mask, call.sinks
     return (
         torch.compiler.is_compiling()
-        or observed(call.q, call.k, call.v)
+        or tensors_need_op(call.q, call.k, call.v)
         or (mask is not None and not plain(mask))
         or (sinks is not None and not plain(sinks))
     )
 
 
-def observed(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether something but a compiler must see a call as one operation, or its tensors are not
-    what their memory says. Nothing else needs the op, whose dispatch costs the host more than a
-    launch.
+def tensors_need_op(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a call of these tensors needs the op even where no compiler traces it: torch's
+    operations are watched, or a tensor is a subclass or not `plain`.
     """
     return (
         not type(q) is type(k) is type(v) is Tensor
         or not plain(q)
         or not plain(k)
         or not plain(v)
-        or looking()
+        or operations_are_watched()
     )
 
 
-def looking() -> bool:
-    """Whether something but a compiler looks at the operations that torch runs: a tracer, a
+def operations_are_watched() -> bool:
+    """Whether something other than a compiler sees each operation that torch runs: a tracer, a
     function or dispatch mode, a transform of torch.func, the profiler.
     """
     return (
@@ -168,8 +171,8 @@ def looking() -> bool:
 
 
 def plain(tensor: Tensor) -> bool:
-    """Whether a tensor is memory by strides and nothing more. (Of complex numbers the imaginary
-    part may be lazily negative.)
+    """Whether a tensor's numbers are what lies at its address, by its strides. (Of one that
+    `is_neg`, as the imaginary part of a conjugated tensor is, they are the negatives of that.)
     """
     return not (
         tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided or tensor.is_neg()
@@ -205,15 +208,16 @@ def run_exact(call: Call) -> tuple[Tensor, Tensor | None]:
 
 
 def run_layer(layer: PatchedLayer, call: Call) -> tuple[Tensor, Tensor | None]:
-    """Run one call of a patched layer: observe it, run its kernel, or run exact and count why."""
-    ways = layer.ways
+    """Run one call of a patched layer: as one of its kind ran before, by the layer's observer while
+    it calibrates, or by the kernel that it chooses now.
+    """
     kind = None
     if settled(layer) and comes_again(call):
-        at = addresses_of(call)
-        kind = kind_of(call, look_of(call.q, call.k, call.v, call.attn_mask, at))
-        way = ways.get(kind)
+        addresses = addresses_of(call)
+        kind = kind_of(call, look_of(call.q, call.k, call.v, call.attn_mask, addresses))
+        way = layer.ways.get(kind)
         if way is not None:
-            return run_known(layer, way, call, at)
+            return run_known(layer, way, call, addresses)
     spec = call.spec()
     observer = layer.observer
     if observer is not None:
@@ -221,6 +225,16 @@ def run_layer(layer: PatchedLayer, call: Call) -> tuple[Tensor, Tensor | None]:
         if seen is not None:
             layer.record.ran(spec, SDPA.name)
             return seen
+    return _run_chosen(layer, call, spec, kind)
+
+
+def _run_chosen(
+    layer: PatchedLayer, call: Call, spec: AttnSpec, kind: tuple[Any, ...] | None
+) -> tuple[Tensor, Tensor | None]:
+    """Run the kernel that the layer chooses for a call, or exact attention and count why. `kind`:
+    under which the way of serving it is remembered, None where it is not.
+    """
+    ways = layer.ways
     variant, fallback = layer.choose(spec)
     layer.record.ran(spec, variant.name)
     if fallback is not None:
@@ -248,8 +262,17 @@ def run_layer(layer: PatchedLayer, call: Call) -> tuple[Tensor, Tensor | None]:
             prepared = find(variant.toolchain, call, variant.recipe, flags)
         if prepared is not None or variant is SDPA:
             ways[kind] = Way(spec, variant.name, prepared, guard, fallback)
-    if guard is not None or variant is SDPA or not _guarded_now(layer, call) or _finite(out):
+    if guard is not None or variant is SDPA or not _host_checks(layer, call) or _finite(out):
         return out, lse
+    return _exact_instead(layer, call, variant)
+
+
+def _exact_instead(
+    layer: PatchedLayer, call: Call, variant: Variant
+) -> tuple[Tensor, Tensor | None]:
+    """Exact attention for a call on which `variant` was not finite. Where this is finite, the layer
+    is demoted.
+    """
     exact, exact_lse = run_exact(call)
     if not _finite(exact):
         layer.heed("inputs", variant.name)
@@ -261,14 +284,17 @@ def run_layer(layer: PatchedLayer, call: Call) -> tuple[Tensor, Tensor | None]:
 
 
 def settled(layer: PatchedLayer) -> bool:
-    """Whether a layer serves every call of one kind as the first."""
+    """Whether a layer serves all calls of one kind alike, so that how it served the first can be
+    remembered: it does not calibrate, its plan is one for the whole schedule, and no call's output
+    is looked at by the host.
+    """
     return layer.observer is None and not layer.parts and layer.policy.guard != "sync"
 
 
 def run_known(
-    layer: PatchedLayer, way: Way, call: Call, at: Addresses
+    layer: PatchedLayer, way: Way, call: Call, addresses: Addresses
 ) -> tuple[Tensor, Tensor | None]:
-    """Run a call of a kind that the layer served before; `at`: where its tensors are."""
+    """Run a call of a kind that the layer served before; `addresses` are those of its tensors."""
     prepared, guard = way.prepared, way.guard
     layer.record.ran(way.spec, way.runs)
     if way.fallback is not None:
@@ -277,8 +303,8 @@ def run_known(
         if prepared is None:
             return run_exact(call)
         if guard is None:
-            return again(prepared, at, call.scale)
-        out, lse = again(prepared, at, call.scale, guard.flags)
+            return again(prepared, addresses, call.scale)
+        out, lse = again(prepared, addresses, call.scale, guard.flags)
         layer.heed(guard.verdict(), way.runs)
         return out, lse
     except Exception as error:
@@ -286,7 +312,8 @@ def run_known(
         raise
 
 
-def _guarded_now(layer: PatchedLayer, call: Call) -> bool:
+def _host_checks(layer: PatchedLayer, call: Call) -> bool:
+    """Whether the host looks at the output of this call before it goes on."""
     guard = layer.policy.guard
     # Off the GPU a check costs no synchronisation, so "auto" checks there and then.
     return guard == "sync" or (guard == "auto" and call.q.device.type == "cpu")

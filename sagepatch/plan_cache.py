@@ -18,7 +18,8 @@ from sagepatch.plan import Plan
 
 logger = logging.getLogger("sagepatch")
 
-# Of one model, GPU and threshold: plans of so many sets of versions, the newest ones.
+# For one model, GPU and threshold there is a plan for each set of library versions that was used;
+# the newest ones are kept, this many.
 MOST_KEPT = 4
 
 

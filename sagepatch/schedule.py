@@ -73,7 +73,8 @@ class Schedule:
         try:
             yield
         finally:
-            # By identity: generators that take turns do not leave in the order they came.
+            # This one, wherever it stands: generators that take turns leave in another order than
+            # they entered.
             _TOLD.set(tuple(one for one in _TOLD.get() if one is not mine))
 
 
@@ -141,11 +142,12 @@ def _in_any(t: Any, schedules: Sequence[Tensor]) -> Place | None:
                 return _apart(t, schedule)
         base = t._base
         if base is not None and base.dim() == 1 and base.shape[0] > 1 and base.stride(0):
-            # An element of a schedule that nobody holds any more.
+            # An element of a row that neither the scheduler nor the loop holds any more.
             return _apart(t, base)
         if t.device.type != "cpu":
             return None
-        # One of several numbers is of a schedule of as many.
+        # A number that lies among others in memory was taken from a row of as many: only a schedule
+        # of that length can be meant.
         many = t.untyped_storage().nbytes() // t.element_size()
         schedules = [one for one in schedules if many in (1, one.shape[0])]
     elif not isinstance(t, int | float):

@@ -33,8 +33,8 @@ class MaskKind(StrEnum):
 
 
 class _Hashed:
-    """A slot for a hash, which is asked for several times a call: no field, so that it is neither
-    compared nor pickled.
+    """Room for a hash that is computed once, as a spec is looked up several times a call. It is a
+    slot and no field, so that it is neither compared nor pickled.
     """
 
     __slots__ = ("_hash",)
@@ -108,7 +108,8 @@ class AttnSpec(_Hashed):
         return " ".join([text, *filter(None, options)])
 
 
-# Descriptions by what they depend on: making one costs the host as much as a launch.
+# The specs of calls seen before, by all that a spec depends on: making one costs the host as much
+# as a launch.
 _SPECS: Bounded[tuple[object, ...], AttnSpec] = Bounded(4096)
 
 
@@ -129,7 +130,8 @@ def mask_kind(mask: Tensor | None) -> MaskKind:
     )
 
 
-# Not frozen: making a frozen one costs the host as much as half a launch. Nobody changes one.
+# Not frozen, since making a frozen one costs the host half as much as a launch; to be treated as if
+# it were.
 @dataclass(slots=True, eq=False)
 class Call:
     """One attention call with its tensors, in the one layout that kernels know.

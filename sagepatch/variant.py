@@ -42,9 +42,8 @@ class Variant:
     entry: str
     devices: frozenset[str]
     archs: frozenset[int] | None
-    head_dims: tuple[
-        int, int
-    ]  # smallest and largest served, padded inside where the kernel needs it
+    # Smallest and largest that is served; a kernel that needs other sizes pads by itself.
+    head_dims: tuple[int, int]
     dtypes: frozenset[str]
     tolerance: Tolerance
     k_dtypes: frozenset[str] = frozenset({"fp16", "bf16", "fp32"})  # where k differs from q

@@ -203,7 +203,7 @@ def test_a_function_mode_sees_one_op_and_not_what_is_inside() -> None:
     assert "scaled_dot_product_attention" not in mode.names
     assert any("sagepatch" in name or name == "attention" for name in mode.names), mode.names
     with torch.device("cpu"):  # a mode of torch's own, which looks at nothing of ours
-        assert not ops.watched(call())
+        assert not ops.needs_op(call())
 
 
 def test_exact_attention_for_inputs_that_are_not_finite_is_counted_as_such() -> None:

@@ -39,7 +39,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     [
         ("{", "not JSON"),
         ("[]", "needs a JSON object"),
-        (broken(schema=SCHEMA + 1), "reads up to 3: upgrade sagepatch"),
+        (broken(schema=SCHEMA + 1), f"reads up to {SCHEMA}: upgrade sagepatch"),
         (broken(schema=0), "schema 0, needs a number from 1"),
         (broken(schema=True), "schema True"),
         (broken(schema="2"), "schema '2'"),

@@ -20,11 +20,11 @@ from sagepatch.variant import Variant
 
 # Whose fault a non-finite output was.
 Verdict = Literal["kernel", "inputs"]
-# The host asks after calls 1, 2, 4, ... and then every so many: a copy and an event cost as much as
-# a launch.
+# The host asks for the flags after calls 1, 2, 4, ... and after every 64th: asking takes a copy and
+# an event, which cost as much as a launch.
 ASK_EVERY = 64
-# Flags that captured graphs read and write, 8 bytes each: a graph may outlive the patch, and no one
-# tells when it is gone.
+# Flags that captured graphs read and write, 8 bytes each. They are never freed: a graph may outlive
+# the patch, and nobody says when it is gone.
 _CAPTURED: list[Tensor] = []
 
 
@@ -35,9 +35,10 @@ def available() -> bool:
 
 
 def lasting(make: Callable[[], Tensor]) -> Tensor:
-    """The tensor of `make`, fit to be kept whatever the call at hand runs in: a thread of its own
-    is in no inference mode, and allocates from no memory pool of the caller's. CUDA graph trees
-    warm up in such a pool, and refuse to record while a tensor that is no output lives there.
+    """The tensor that `make` gives, made in another thread, so that it can be kept from call to
+    call: it is no inference tensor, whatever mode the caller is in, and not from the caller's
+    memory pool. (CUDA graph trees warm up in a pool, and refuse to record while a tensor lives in
+    it that is no output.)
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(make).result()
@@ -93,7 +94,8 @@ class DeviceGuard:
             if not any(kept is self.flags for kept in _CAPTURED):
                 _CAPTURED.append(self.flags)
             return None
-        # Several threads may run one layer: each goes by what it has read, not by what is there.
+        # Several threads may run one layer: each works on what it has read here, as another may
+        # change the attributes meanwhile.
         event, copy = self._event, self._copy
         if event is not None and copy is not None:
             if not event.query():
@@ -112,7 +114,7 @@ class DeviceGuard:
             copy.copy_(self.flags, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        # Only now: an event that was not recorded yet reads as over to another thread.
+        # Set last: to another thread an event that is not recorded yet looks like one that is over.
         self._event = event
         return None
 
@@ -124,6 +126,6 @@ class DeviceGuard:
     def _told(self, found: list[int]) -> Verdict | None:
         if not found[0]:
             return None
-        # A layer whose inputs were to blame is quantised again with better ones.
+        # Else a layer whose inputs were to blame would run exactly even with better ones.
         self.flags.zero_()
         return "inputs" if found[1] else "kernel"

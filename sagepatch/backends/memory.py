@@ -9,7 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Without torch's own: the tensors behind addresses that were taken and not given back.
+# Where torch lacks its own raw functions: the tensors whose addresses were taken and not given back
+# yet.
 _TAKEN: dict[int, Tensor] = {}
 
 

@@ -9,8 +9,9 @@ MOST_PLAIN = 1 << 29
 
 
 def positions(causal_offset: int | None, window: int | None, tokens: int) -> tuple[int, int]:
-    """Causal offset and window in 32 bits, with sums to spare: what lies beyond all `tokens` is
-    moved to their end, which hides and shows the same.
+    """Causal offset and window for a call of so many `tokens` (queries and keys together), small
+    enough that sums of them stay within 32 bits. What lies beyond all tokens is moved to their end,
+    which hides and shows the same keys. A window of 0 is none.
 
     >>> positions(2**40, None, 100), positions(2**40, 2**40 - 3, 100), positions(5, 7, 100)
     ((100, 0), (100, 97), (5, 7))

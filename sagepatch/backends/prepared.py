@@ -27,7 +27,7 @@ ALIGNMENT = 16
 MOST_KINDS = 1024
 # Of q, k, v, the mask, cumulative lengths of queries and of keys; 0 for what a call has not.
 Addresses = tuple[int, int, int, int, int, int]
-# What tensors look like but for their numbers.
+# All that launches depend on of a call's tensors, but for their numbers (`look_of`).
 Look = tuple[Any, ...]
 
 
@@ -224,7 +224,8 @@ def _key(
 ) -> tuple[Any, ...]:
     guarded = None if flags is None else flags.data_ptr() % ALIGNMENT
     look = look_of(call.q, call.k, call.v, call.attn_mask, at)
-    # Hashing a recipe costs more than the rest of the key: entries hold theirs, so that ids stay.
+    # By its id, as hashing a recipe costs more than the rest of the key. An entry holds its recipe,
+    # so no other recipe can get that id.
     return (toolchain, id(recipe), guarded, kind_of(call, look))
 
 

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from sagepatch.numerics.attention import exact, merged_mask
+from sagepatch.numerics.exact import exact
+from sagepatch.numerics.masks import merged_mask
 from sagepatch.numerics.recipe import Recipe
 from sagepatch.spec import Call, arch_of
 
-# Whoever wrapped the name in `torch.nn.functional` has had his say before a call comes here.
+# torch's own function, not what `torch.nn.functional` has under that name: if somebody has put a
+# wrapper there, the call came through it on its way here.
 _SDPA = torch._C._nn.scaled_dot_product_attention
 
 

@@ -28,11 +28,13 @@ from sagepatch.variant import Variant
 
 logger = logging.getLogger("sagepatch")
 
+# Kernels whose code is compiled on the machine: a compiler or a driver may get them wrong.
+CHECKED = ("triton", "cuda", "cuda_mma")
 # Two key tiles and a rest, two query tiles and a rest, grouped heads, causal with an offset.
 SHAPE = {"batch": 2, "q_heads": 4, "kv_heads": 2, "q_len": 130, "kv_len": 201, "head_dim": 64}
-# Beside the record's tolerance: the emulator sums in tiles of its own.
+# Added to the record's tolerance, as the emulator sums in other tiles than the kernel.
 SLACK = 0.02
-# Kernels are checked side by side, each once.
+# One for each kernel and GPU: kernels are checked side by side, each of them once.
 _LOCKS: dict[tuple[str, str], threading.RLock] = {}
 # (kernel, GPU) -> why it failed, None where it passed.
 _RESULTS: dict[tuple[str, str], str | None] = {}
@@ -45,7 +47,7 @@ def failure(variant: Variant, gpu: str | None = None) -> str | None:
     Kernels of CPUs are not checked. While a CUDA graph is captured nothing can be checked, and a
     kernel not checked before may serve.
     """
-    if variant.toolchain not in ("triton", "cuda", "cuda_mma") or not torch.cuda.is_available():
+    if variant.toolchain not in CHECKED or not torch.cuda.is_available():
         return None
     kinds = _each_kind()
     index = next(iter(kinds.values())) if gpu is None else kinds.get(gpu)
@@ -56,7 +58,7 @@ def last_failure(variant: Variant) -> str | None:
     """Why `variant` failed when it was last checked on a GPU of this machine, and on which of
     several kinds; checks nothing.
     """
-    if variant.toolchain not in ("triton", "cuda", "cuda_mma") or not torch.cuda.is_available():
+    if variant.toolchain not in CHECKED or not torch.cuda.is_available():
         return None
     kinds = _each_kind()
     found = {gpu: _RESULTS.get((variant.name, gpu)) or _kept(_facts(variant, gpu)) for gpu in kinds}
@@ -119,9 +121,11 @@ def known_call(device: torch.device, head_dim: int = SHAPE["head_dim"]) -> Call:
 
 
 def known_calls(variant: Variant, device: torch.device) -> tuple[Call, ...]:
-    """The known call; for a kernel that makes the codes of Q elsewhere without a log-sum-exp the
-    same one dense and without; for one that works otherwise at the other usual head size, and runs
-    on GPUs where we have not run it, that one too.
+    """The known call, and a second one for families of kernels that take two ways.
+
+    `cuda`: without a log-sum-exp the attention itself makes the codes of Q, so a dense call without
+    one is asked too. `cuda_mma`: head size 128 has other tiles than 64, and these kernels serve on
+    GPUs where nobody has run them yet.
     """
     call = known_call(device)
     if variant.toolchain == "cuda":
@@ -156,7 +160,8 @@ def _check(variant: Variant, index: int) -> str | None:
     try:
         with torch.cuda.device(device), torch.inference_mode():
             for call in known_calls(variant, device):
-                # The allocator hands these bytes out next.
+                # Freed at once, so that the allocator hands these bytes out next: what a kernel
+                # does not write is NaN.
                 torch.full((1 << 20,), float("nan"), device=device)
                 why = verdict(variant, call, *load(variant.entry)(call, variant.recipe))
                 if why is not None:

@@ -53,9 +53,7 @@ class Check:
     first_call_s: float | None = None
 
 
-def first_calls(
-    variants: Sequence[Variant], call: Call, budget: Budget, workers: int = WORKERS
-) -> dict[str, Answer]:
+def first_calls(variants: Sequence[Variant], call: Call, budget: Budget) -> dict[str, Answer]:
     """The answer of each kernel to `call`, by name, compiled side by side while time is left.
 
     What a kernel raises is its answer; nothing is raised for it.
@@ -76,7 +74,7 @@ def first_calls(
         return Answer(out, lse, time.monotonic() - began)
 
     answers = {}
-    with ThreadPoolExecutor(max_workers=workers if device.type == "cuda" else 1) as pool:
+    with ThreadPoolExecutor(max_workers=WORKERS if device.type == "cuda" else 1) as pool:
         running: dict[Future[Answer], str] = {pool.submit(first, v): v.name for v in variants}
         while running:
             done, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -85,11 +83,11 @@ def first_calls(
 
 
 def known_answers(
-    variants: Sequence[Variant], device: torch.device, budget: Budget, workers: int = WORKERS
+    variants: Sequence[Variant], device: torch.device, budget: Budget
 ) -> Iterator[Check]:
     """Put the known call of `backends.selfcheck` to each kernel; what is on disk does not count."""
     call = known_call(device)
-    answers = first_calls(variants, call, budget, workers)
+    answers = first_calls(variants, call, budget)
     expected: dict[str, tuple[Tensor, Tensor]] = {}
     for variant in variants:
         answer = answers[variant.name]

@@ -31,11 +31,13 @@ class Budget:
         return self.seconds - self.spent
 
     def share(self, part: float) -> Budget:
-        """A budget of its own of this part of what is left, from 0 to 1."""
+        """A new budget, from now on: `part` (0 to 1) of what is left of this one."""
         return Budget(max(0.0, self.left) * part, self._now)
 
     def rest(self, part: float) -> Budget:
-        """A budget of its own of what is left, and of this part of the whole at least."""
+        """A new budget, from now on: all that is left of this one, but at least `part` (0 to 1) of
+        its whole, even where that is more than is left.
+        """
         return Budget(max(self.left, part * self.seconds), self._now)
 
 
@@ -46,8 +48,8 @@ class Clock(Protocol):
 
 
 class EventClock:
-    """By CUDA events on the current stream, as calibration takes times: runs are queued where the
-    GPU does not wait for the host, the L2 cache overwritten between.
+    """A clock by CUDA events on the current stream, as calibration takes times: the GPU is kept
+    busy while runs are queued. Between runs the L2 cache is overwritten.
     """
 
     def __init__(self, device: torch.device) -> None:

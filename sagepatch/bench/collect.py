@@ -15,7 +15,7 @@ from sagepatch.bench.shapes import SMALL, STANDARD, Shape
 from sagepatch.variant import Variant
 
 SECONDS = 120.0
-# Of what is left, what the known answers may take.
+# The part of the time left that the known answers may take.
 ANSWERING = 0.4
 LOST = "left out: the GPU gave up ({})"
 

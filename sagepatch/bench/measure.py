@@ -23,17 +23,17 @@ from sagepatch.bench.clock import Budget, Clock, runs_that_fit
 from sagepatch.bench.gpu import Load, Watch
 from sagepatch.bench.shapes import Shape
 from sagepatch.dispatch import Request, candidates
-from sagepatch.numerics.attention import exact
+from sagepatch.numerics.exact import exact
 from sagepatch.numerics.metrics import compare
 from sagepatch.spec import AttnSpec, Call, arch_of
 from sagepatch.variant import Variant
 
-# Peers take turns this often, each this many runs at a time.
+# What is timed on a shape (`_Peer`) takes turns, ROUNDS of them, of LEAST_RUNS to MOST_RUNS runs.
 ROUNDS = 3
 LEAST_RUNS, MOST_RUNS = 2, 10
-# Of a shape's time, what compiling and checking may take, and what is timing's in any case.
+# Parts of a shape's time: what compiling and checking may take, and what is kept for timing.
 CHECKING, TIMING = 0.6, 0.25
-# So many kernels are timed on a shape however long compiling took.
+# Kernels that are timed on a shape however long compiling took.
 LEAST_KERNELS = 3
 # Errors are measured on this many of the last rows of the first heads.
 ROWS_CHECKED = 256
@@ -186,8 +186,9 @@ def _faults(
 
 
 def _find_errors(call: Call, peers: list[_Peer], budget: Budget) -> None:
-    """Give each peer that may run its error on two heads of keys, or the fault that it has. Past
-    the first kernels none is begun in the time that is timing's.
+    """Run each peer that has no fault yet, and give it its error on the heads of two key heads, or
+    the fault that it has now. Past the first `LEAST_KERNELS` kernels none is run in the time that
+    is kept for timing.
     """
     part, heads, start = _corner(call)
     reference, _ = exact(part)

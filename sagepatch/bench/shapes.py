@@ -8,10 +8,13 @@ import torch
 
 from sagepatch.spec import Call
 
-# A kernel is checked against its emulator on this much of the shape before it is timed. Triton
-# compiles anew where a number turns to 1 or to a multiple of 16: a small call keeps what it was.
+# Before a kernel is timed on a shape it is checked against its emulator on a smaller one, at most
+# this large.
 CHECKED_BATCH, CHECKED_HEADS = 2, 2
 CHECKED_LENGTH = 1008
+# Triton compiles other machine code for sizes that are 1 or a multiple of this. The smaller shape
+# has so many heads that its sizes are multiples where the larger one's are: what is checked is the
+# code that is timed.
 SPECIAL = 16
 
 

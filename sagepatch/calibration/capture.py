@@ -36,8 +36,8 @@ from sagepatch.variant import Variant
 
 # The calls of a layer that are measured before it locks; the calls between them run exact.
 SAMPLED_CALLS = (1, 2, 4, 8)
-# The next call takes the place of one whose exact output is not finite, until a layer has had so
-# many of those; then it is settled on what it has seen.
+# A call whose exact output is not finite is no sample: the next call takes its place. A layer that
+# has had this many of those is settled on the samples that it has.
 MOST_SPOILT = 8
 # What calibration tries unless told otherwise, best first: 8-bit recipes of the fast tier and those
 # of the safe one. 4-bit recipes cost accuracy without being faster on most GPUs.
@@ -45,10 +45,10 @@ CANDIDATE_RECIPES = (
     *("sage2_8b_k128", "sage2_8", "sage2pp_8_d4", "sage2pp_8", "sage1_vb"),
     *("sage1_b", "sage1_b_f32"),
 )
-# Of these at most so many a tier, the first that serve the call.
+# At most this many of a tier are tried on a call: the first that serve it.
 MOST_OF_TIER = {"fast": 4, "safe": 2}
-# Emulations are slow: one or two of each tier, and in a schedule of fewer than so many steps, whose
-# own time pays for no more, one.
+# Emulations are slow: two of each tier are tried, and one of each (EMULATED_FEW) in a schedule of
+# fewer than FEW_STEPS steps, whose own time pays for no more.
 EMULATED_RECIPES = ("sage2pp_8", "sage2_8", "sage1_b", "sage1_b_f32")
 EMULATED_FEW, FEW_STEPS = ("sage2pp_8", "sage1_b"), 6
 
@@ -70,11 +70,11 @@ class LayerCalibration:
     calls: int = 0
     spoilt: int = 0
     costs: Costs = field(default_factory=Costs, repr=False)
-    # The runs that measured each candidate, by number and name.
+    # By candidate, the runs that measured it: the number of a run in the pace, and its name.
     runs: dict[str, dict[int, str]] = field(default_factory=dict, repr=False)
-    # The run and the place in it that calls are counted in, and how many there were; the run that
-    # `calls` is counted in, and the calls before it.
+    # (number of the run, place in the schedule, calls so far in that place).
     _step: tuple[int, Place | None, int] = (0, None, 0)
+    # (number of the run, `calls` when it began).
     _run: tuple[int, int] = (0, 0)
     # Looking through the catalogue costs more than a launch: once for a kind of call.
     _tried: dict[AttnSpec, list[Variant]] = field(default_factory=dict, repr=False)
@@ -160,7 +160,7 @@ class LayerCalibration:
                 tried = self._tried[spec] = candidate_variants(spec, layer, call=call)
                 if spec.device == "cuda":
                     _load_comparing(call)
-        # Where emulations may win, times decide nothing.
+        # With `emulate` nothing is timed: an emulation's time says nothing about a kernel's.
         timed = bool(tried) and not layer.policy.emulate
         times: dict[str, float | None] = {}
         us_exact = None
@@ -185,7 +185,7 @@ class LayerCalibration:
                 with only_this_one(layer, variant, spec):
                     taken[variant.name] = measured_rows(variant, call, exact)
             found = errors_of(taken)
-        # Errors have been read since that was queued: the GPU is not waited for again.
+        # `finite` was queued before the errors, which have been read: this waits for nothing.
         if not finite.item():
             return None
         errors = {
@@ -202,7 +202,8 @@ class LayerCalibration:
             with self.costs.counting("statistics", spec):
                 looked = statistics(call)
         made = Sample(
-            # A run with a name may be taken up again: its calls have the same numbers then.
+            # The calls of a named run are numbered from its start, so that a calibration that is
+            # taken up again gives them the same numbers.
             call=self.calls - self._run[1] if self.pace.run else self.calls,
             step=None if place is None else place.step,
             steps=None if place is None else place.steps,
@@ -248,7 +249,7 @@ def only_this_one(layer: PatchedLayer, variant: Variant, spec: AttnSpec) -> Iter
     try:
         yield
     except torch.OutOfMemoryError:
-        # The call itself fitted: only the measuring did not, so the run goes on.
+        # The user's call fitted in memory and only the measuring did not: the run goes on.
         layer.record.note(f"{variant.name} did not fit in memory while measured: {spec}")
     except KernelUnavailable as error:
         # Found before a launch: the other candidates are measured.

@@ -1,7 +1,7 @@
-"""A layer's samples dealt out to the sections of the schedule; what decides in each.
+"""A layer's samples by section of the schedule, and which of them decide in each.
 
-A section seen once is judged together with its neighbours, and so is a candidate measured in it
-once: nothing is chosen on one sample.
+Nothing is chosen on one sample: a section that has only one is judged together with its neighbours,
+and so is a candidate that was measured in it only once.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def cells(rows: tuple[Sample, ...], by_step: bool = True) -> tuple[Cell, ...]:
     """The parts of the schedule that a layer's samples tell apart, in order; one part where the
     samples have no place in a schedule.
 
-    Parts before the first sample and after the last go with these; one without samples between
-    others has no own ones. Samples without a place count in every part.
+    The first part begins at 0 and the last one ends at 1, wherever their samples are. A part
+    between others may have no samples of its own. Samples without a place count in every part.
     """
     placed = [(section_of(row.at), row) for row in rows if row.at is not None] if by_step else []
     if not placed:

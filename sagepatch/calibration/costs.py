@@ -1,4 +1,6 @@
-"""What taking a sample costs, part by part, and in which order its parts are worth their time."""
+"""What the parts of taking a sample cost in seconds, which of them the time left pays for, and in
+which order candidates are worth measuring.
+"""
 
 from __future__ import annotations
 

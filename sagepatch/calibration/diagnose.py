@@ -22,7 +22,7 @@ from sagepatch.numerics.recipe import Recipe
 from sagepatch.plan import DEFAULT_THRESHOLD, PlanEntry
 from sagepatch.spec import Call
 
-# Remedies are tried on so many runs of so many query rows, of the worst heads.
+# Remedies are tried on RUNS stretches of ROWS query rows, of the HEADS worst heads.
 RUNS = 2
 ROWS = 256
 HEADS = 2
@@ -31,10 +31,11 @@ HEADS = 2
 def diagnosed(
     call: Call, exact: Tensor, sample: Sample, known: tuple[Remedy, ...]
 ) -> tuple[Remedy, ...]:
-    """What was tried at a layer, after this sample: anew where its first choice of a kernel, the
-    cheapest, fails the default threshold and is worse here than where remedies were tried before.
+    """What was tried at a layer, after this sample: `known`, or a new search on this call.
 
-    `exact` [B, Hq, Sq, Dv] is the exact output of `call`.
+    A search is made where the first candidate, the cheapest, fails the default threshold on this
+    sample, and does so by more than on the call that `known` was tried on. `exact`
+    [B, Hq, Sq, Dv] is the exact output of `call`.
     """
     names = list(sample.errors)
     if not names:

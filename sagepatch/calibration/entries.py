@@ -134,7 +134,7 @@ def _range(
 
 
 def _tightest(choices: Sequence[Choice]) -> Choice:
-    """The choice that had the fewest others: its reason tells the most."""
+    """The choice that left the fewest alternatives: its reason is the one that explains most."""
     return min(choices, key=lambda choice: len(choice.alternatives))
 
 

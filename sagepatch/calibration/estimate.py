@@ -1,11 +1,12 @@
 """Errors of candidates on samples that had no time for them, so that all of a layer's candidates
 are judged on all of its samples. Pure.
 
-A candidate is taken to be as far off as the candidates that were measured there, times the most
-that it was worse than they where both were measured; better than one of them only if it was in all
-of at least two such samples; and where no sample ties it to any, as good as they. So a candidate's
-lead over another is never more than the least that was seen side by side: having been measured on
-fewer prompts makes none look better.
+The estimate follows from the candidates that were measured on the sample. Of each of them: in the
+samples that measured it and the missing one, the latter was at most f times as far off, so here it
+is taken to be f times as far off, too. The largest of these estimates counts. f below 1 (better)
+needs two such samples; where there are none at all, f is 1. So a candidate's lead over another is
+never more than the least that was seen side by side: having been measured on fewer prompts makes
+none look better.
 """
 
 from __future__ import annotations

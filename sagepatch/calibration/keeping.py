@@ -7,20 +7,21 @@ from collections.abc import Iterable
 from sagepatch.calibration.sample import FEWEST_SAMPLES, Sample
 from sagepatch.calibration.sections import section_of
 
-# Of each section of the schedule so many samples, or as many as there are candidates: the worst of
-# each candidate always.
+# Samples that are kept of each section of the schedule. More where there are more candidates, as
+# the worst sample of each candidate is always kept.
 MOST_OF_SECTION = 4
-# Of calls without a schedule.
+# Samples that are kept of calls without a place in a schedule.
 MOST_UNPLACED = 16
 
 
 def kept(rows: Iterable[Sample]) -> tuple[Sample, ...]:
-    """The samples that decide: in each section the worst one of every candidate, one that refused
-    it before all, then those with the lowest cosines up to `MOST_OF_SECTION`, and a second one of
-    every candidate; in their order.
+    """The samples that decide, in their order. Of a section that has more than enough these are
+    kept: for every candidate the sample where it did worst (one that refused it is worst of all);
+    then those with the lowest cosines, until there are `MOST_OF_SECTION`; then the next worst of
+    any candidate that is in fewer than `FEWEST_SAMPLES` of them.
 
     So the least cosine of every candidate in every section is that of all samples, and what two
-    samples measured stays measured in two; means are those of the hardest samples.
+    samples measured stays measured in two. Means are those of the hardest samples.
     """
     held: dict[int | None, list[Sample]] = {}
     every = list(rows)
@@ -42,7 +43,8 @@ def kept(rows: Iterable[Sample]) -> tuple[Sample, ...]:
             if len(few) >= most:
                 break
             few.setdefault(id(row), row)
-        # Nothing is chosen on fewer: a candidate that was measured seldom keeps its second, too.
+        # A kernel is chosen on FEWEST_SAMPLES samples at least: a candidate keeps as many as it
+        # has, up to that.
         for known in ranked.values():
             lacking = FEWEST_SAMPLES - sum(id(row) in few for row in known)
             rest = [row for row in known if id(row) not in few]

@@ -24,15 +24,16 @@ from sagepatch.ops import run_layer, run_variant
 from sagepatch.spec import AttnSpec, Call
 from sagepatch.variant import Variant
 
-# Errors are taken over at most this many query rows, evenly spaced, and over so many numbers at a
-# time: enough for a worst head, few launches, and double-precision copies below a layer's tensors.
+# Errors are taken over at most COMPARED_ROWS query rows, evenly spaced: enough to find the worst
+# head. At most COMPARED_NUMBERS numbers are compared at once, so that their copies in double
+# precision are smaller than the layer's own tensors.
 COMPARED_ROWS = 512
 COMPARED_NUMBERS = 1 << 22
-# Emulations are measured on so many runs of so many query rows.
+# An emulation is measured on EMULATED_RUNS stretches of EMULATED_ROWS query rows of a call.
 EMULATED_RUNS = 3
 EMULATED_ROWS = 128
-# Each kernel is timed so often for one kind of call, the lower time counts; again only where it is
-# within this factor of the fastest.
+# A kernel is timed ROUNDS times for each kind of call, and the lower time counts. After the first
+# round only exact attention and kernels within a factor CLOSE of the fastest are timed again.
 ROUNDS = 2
 CLOSE = 1.25
 
@@ -133,12 +134,14 @@ TIMERS: dict[str, Timer] = {"cuda": call_time}
 
 
 class _Timed(PatchedLayer):
-    """A layer that runs a kernel to be timed: what its guard finds is not its matter."""
+    """A layer that runs a kernel to be timed. A guard's finding does not demote it, as a patched
+    layer's would: it only spoils the time.
+    """
 
     spoiled = False
 
     def heed(self, verdict: Verdict | None, runs: str) -> None:
-        """Remember that outputs were not finite, so that they were computed twice."""
+        """Remember that an output was not finite, and so was computed twice."""
         self.spoiled = self.spoiled or verdict is not None
 
 
@@ -191,7 +194,8 @@ class Stopwatch:
         """A layer that is settled on a kernel, None for exact attention."""
         if variant is SDPA:
             return None
-        # Here it raises where it cannot serve; a layer would run exact attention instead.
+        # Directly first: a kernel that cannot serve raises here, where a layer would run exact
+        # attention, which would be timed in its place.
         run_variant(variant, call)
         if self._layer is None:
             policy = replace(self._policy, strict=True)

@@ -16,11 +16,12 @@ from sagepatch.calibration.sections import sampled_steps, section_of
 from sagepatch.schedule import Place, fraction
 
 CPU = torch.device("cpu")
-# The part of a run's own time that is planned to be spent: what a sample will take is an estimate.
+# Measuring may take as long as the run itself. Planned is a little less, since what a sample will
+# take is an estimate.
 SHARE = 0.85
-# Spent on remedies where nobody knows how long the run takes.
+# What the search for remedies may take where nobody knows how long the run takes.
 FIRST_REMEDIES_SECONDS = 0.5
-# A search for them is taken to last so long until one has.
+# How long one search is expected to take before the first has been made.
 SEARCH_SECONDS = 0.05
 
 
@@ -112,7 +113,7 @@ class Pace:
         finally:
             self.run, self._runs = "", False
             for device in self._gpus:
-                # The run ends when its work is done, not when the host has told it.
+                # The run ends when the GPU has done its work, not when the host has queued it.
                 torch.cuda.synchronize(device)
             self.run_seconds += self._clock() - self._began - self._spent
 
@@ -136,7 +137,7 @@ class Pace:
                 if place.step > walk.first:
                     if device.type == "cuda" and place.step in sampled_steps(place.steps):
                         torch.cuda.synchronize(device)
-                    # Looked at where a step begins: what ran is whole steps.
+                    # This is the first call of a step, so only whole steps have run until now.
                     own = self._own_clock() - walk.since
                     walk.own_seconds = own / (place.step - walk.first) * place.steps
                 known = walk.decided[place.step] = _admits(walk, place, self._held)
@@ -196,13 +197,14 @@ class Pace:
         """
         with self._lock:
             walk = self._walk(place)
-            # Samples share what the run's own time pays for: nothing is spent before it is known.
+            # The layers share the time that the run pays for. Until that time is known nothing is
+            # spent on remedies.
             shared = self._runs and self.layers > 0
             search = self._search or (SEARCH_SECONDS if shared else 0.0)
             left = FIRST_REMEDIES_SECONDS + self._search
             own = self._own(walk, place) if place is not None and self._runs else 0.0
             if place is not None and (own or shared):
-                # Steps still to be measured come first.
+                # What the steps still to be measured will take is set aside.
                 ahead = sum(step >= place.step for step in sampled_steps(place.steps))
                 costs = ahead * max(walk.costs.values(), default=0.0)
                 spare = SHARE * own - (walk.spent - walk.diagnosing) - costs
@@ -238,7 +240,7 @@ class Pace:
             return self._unplaced
         walk = self._walks.get(place.steps)
         if walk is None:
-            # Nobody asked whether the call is due: a self-calibration.
+            # A self-calibration measures without asking `due`, which would have begun the walk.
             walk = self._walks[place.steps] = _Generation(place.step, self._own_clock())
         return walk
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from sagepatch.numerics.masks import merged_mask
 from sagepatch.spec import Call
 
-# Runs of rows start here: at whole blocks of Q's scales in every recipe that has blocks, so that a
-# row's codes are those of the whole call.
+# Spans of rows start at multiples of this, where blocks of Q's scales start in every recipe that
+# has blocks: so a row has the same codes as in the whole call.
 BLOCK = 128
 
 

@@ -172,7 +172,7 @@ def _bounded(
         if option is not None:
             name = option.variant
         else:
-            # Of its neighbours' kernels the slower one: so moving a bound moves this part one way.
+            # The slower of its neighbours' kernels: so a stricter bound makes no part faster.
             before = next(one for one in reversed(picked[:place]) if one is not None)
             after = next(one for one in picked[place:] if one is not None)
             cost = costs(layer, found)

@@ -6,7 +6,6 @@ Places are fractions: 0 in the first step, 1 in the last, so a plan fits any num
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 
 from sagepatch.schedule import fraction
 
@@ -16,18 +15,18 @@ EDGES = (0.0, 1 / 32, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8, 31 / 32)
 COUNT = len(EDGES)
 
 
-def section_of(at: float, edges: Sequence[float] = EDGES) -> int:
+def section_of(at: float) -> int:
     """The section that holds a place from 0 to 1; an edge belongs to the section it starts.
 
     >>> section_of(0.0), section_of(1 / 32), section_of(1.0)
     (0, 1, 7)
     """
-    return max(0, bisect_right(edges, at) - 1)
+    return max(0, bisect_right(EDGES, at) - 1)
 
 
-def bounds(section: int, edges: Sequence[float] = EDGES) -> tuple[float, float]:
+def bounds(section: int) -> tuple[float, float]:
     """Where a section starts and ends."""
-    return edges[section], edges[section + 1] if section + 1 < len(edges) else 1.0
+    return EDGES[section], EDGES[section + 1] if section + 1 < COUNT else 1.0
 
 
 def sampled_steps(steps: int) -> tuple[int, ...]:

@@ -16,10 +16,10 @@ from sagepatch.numerics.exact import members
 from sagepatch.numerics.masks import merged_mask
 from sagepatch.spec import Call
 
-# P is looked at in this many runs of so many rows, evenly spaced: enough for a mean.
+# P is computed for ENTROPY_RUNS stretches of ENTROPY_ROWS rows, evenly spaced: enough for a mean.
 ENTROPY_RUNS = 16
 ENTROPY_ROWS = 4
-# Numbers of a tensor that are held in FP32 at once.
+# The most numbers that are held in FP32 at once.
 NUMBERS = 1 << 24
 
 

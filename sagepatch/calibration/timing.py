@@ -15,21 +15,25 @@ from typing import NamedTuple
 
 import torch
 
-# The host queues a call in about so long, until that is known; what it is queued behind lasts so
-# many times longer, and again so many times where the host was held up; so often.
+# How long the host takes to queue a call, where that is not known yet.
 HOST_US = 60.0
+# The kernel that keeps the GPU busy lasts SPARE times as long as the host is expected to take.
+# Where the host was slower still, the measurement is repeated with a wait LONGER times as long,
+# TRIES times in all.
 SPARE = 1.5
 LONGER = 3.0
 TRIES = 3
-# What a kernel of torch's counts while a GPU does nothing: at clocks below this it lasts longer.
+# Cycles that torch's sleeping kernel counts in a microsecond. On a GPU with lower clocks than this
+# the wait is longer than asked for, which does no harm.
 CYCLES_PER_US = 2000.0
-# Calls between two events are so many that they last so long, up to a number.
+# Between two events there are as many calls as last FILL_US together, MOST_CALLS at the most.
 FILL_US = 1000.0
 MOST_CALLS = 20
-# A first look takes fewer: so many of calls that take less than so long, one of longer ones.
+# Calls between two events in a first look, by how long a call takes: 4 below 300 us, 2 below
+# 2000 us, else 1.
 FIRST_CALLS = {300.0: 4, 2000.0: 2}
 LONG_US = max(FIRST_CALLS)
-# One time is the median of up to so many runs; of long calls fewer.
+# A time is the median of RUNS runs, of FEWEST_RUNS where RUNS would last longer than BUDGET_US.
 RUNS = 3
 FEWEST_RUNS = 2
 BUDGET_US = 50_000.0
@@ -87,13 +91,16 @@ def queued(
     between: Run | None = None,
     host_us: float = HOST_US,
 ) -> tuple[list[float], float]:
-    """Microseconds of the GPU's work of one call, in each of `runs` runs of `calls` calls, and of
-    the host for one call, which takes about `host_us`: the (lower) median of all, as a host
-    has other things to do. `between` is queued before each run and not counted.
+    """The GPU's time and the host's for one call of `run`, in microseconds: (one a run, host).
 
-    Where the host is held up so long that the GPU was done waiting, all is done again with a longer
-    wait, a few times; after that, as where a call waits for the GPU itself, without any: what is
-    read then is never less than the work.
+    Each of `runs` runs queues `calls` calls between two events. The host's time is the lower median
+    over all calls, as a host is sometimes busy with other things; `host_us` is what it is expected
+    to be. `between` is queued before each run and not counted.
+
+    The GPU is kept busy until everything is queued. Where the host was too slow for that, all is
+    done again with a longer wait, `TRIES` times. If none was long enough, or a call itself waits
+    for the GPU so that none can be, it is done without a wait: that time is never less than the
+    GPU's work.
     """
     wait_us = SPARE * runs * (calls * host_us + HOST_US)
     for _ in range(TRIES):
@@ -108,7 +115,9 @@ def queued(
 def _queued(
     run: Run, device: torch.device, runs: int, calls: int, between: Run | None, wait_us: float
 ) -> tuple[list[float], float, bool]:
-    """As `queued`, once, behind `wait_us` microseconds; and whether the GPU waited for the host."""
+    """As `queued`, once, behind a wait of `wait_us`. The third value is whether the wait was long
+    enough: the GPU was still in it when the last call was queued.
+    """
     pairs = [
         (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
         for _ in range(runs)

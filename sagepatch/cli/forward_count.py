@@ -79,7 +79,7 @@ def _count(part: str, module: nn.Module, sites: Sequence[Site], asked: Asked) ->
     try:
         with _countable(module), _without_numbers(all_kept=kind in FORWARDS):
             made = cost(module.eval(), sites, lambda: module(**given))
-    # Torch's words for "needs numbers", and diffusers' for "torchvision is not there".
+    # What torch raises for an operation that needs numbers, and diffusers without torchvision.
     except (RuntimeError, NotImplementedError, NameError) as error:
         first = str(error).partition("\n")[0]
         return Counted(part, size, None, f"a forward of {kind} needs more than shapes: {first}")
@@ -90,9 +90,10 @@ def _count(part: str, module: nn.Module, sites: Sequence[Site], asked: Asked) ->
 
 @contextmanager
 def _countable(module: nn.Module) -> Iterator[None]:
-    """Have a model of transformers call torch's SDPA meanwhile where it attends by its eager
-    function, and multiply its experts' weights in products that are counted (grouped ones are not).
-    HiDream's experts take as many tokens as routers name, whichever those are.
+    """Meanwhile let a model run what can be counted. A model of transformers calls torch's SDPA
+    where it would run its eager function, and multiplies its experts' weights in batched products,
+    as grouped ones are not counted. HiDream's experts, which would ask routers for numbers, are
+    replaced by `_any_experts`.
     """
     found = (getattr(part, "config", None) for part in module.modules())
     configs = {id(config): config for config in found if config is not None}
@@ -122,8 +123,8 @@ def _countable(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_numbers(all_kept: bool) -> Iterator[None]:
-    """Have autocast do nothing meanwhile: it knows no device without numbers. `all_kept`: a mask
-    as an index keeps everything, as masks of unpadded text do.
+    """Meanwhile let autocast do nothing, as it does not know the meta device. With `all_kept` a
+    mask that is used as an index keeps everything, as masks of unpadded text do.
     """
     from torch.fx.experimental import _config
 
@@ -138,8 +139,9 @@ def _without_numbers(all_kept: bool) -> Iterator[None]:
 
 
 class _Masks(TorchFunctionMode):
-    """Has the inverse of a mask keep nothing as an index. Who asks whether all of a tensor is so is
-    told yes: HunyuanVideo 1.5 of its first picture, and takes as many tokens either way.
+    """Answers questions about masks that have no numbers. The inverse of a mask, used as an index,
+    keeps nothing. `torch.all` is true: HunyuanVideo 1.5 asks it whether its first picture is all
+    zeros, and takes as many tokens either way.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -154,7 +156,7 @@ class _Masks(TorchFunctionMode):
 
 
 _COUNTED = "sagepatch_counted"
-# Attributes of a config of transformers, what they say and what is counted.
+# Attributes of a config of transformers: a value that cannot be counted, and what replaces it.
 _COUNTABLE = {
     "_attn_implementation_internal": ("eager", _COUNTED),
     "_experts_implementation_internal": ("grouped_mm", "batched_mm"),
@@ -165,8 +167,8 @@ _ROUTED = frozenset({"MOEFeedForwardSwiGLU"})
 
 
 def _any_experts(experts: Any, x: Tensor, _indices: Tensor, _weights: Tensor) -> Tensor:
-    """Tokens x [T, C] through so many experts each. All are of one size: which ones is no matter,
-    and to know it takes numbers.
+    """Tokens x [T, C], each through as many experts as are activated for one. Which experts those
+    are would take numbers to know, and does not matter for the count: all are of one size.
     """
     each = experts.num_activated_experts
     return cast(Tensor, experts.experts[0](x.repeat(each, 1))[: len(x)])

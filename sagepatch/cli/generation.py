@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,9 +43,6 @@ class Made:
     tokens: tuple[int, ...] = ()
     is_video: bool = False
     seconds: float = 0.0
-
-
-Generate = Callable[[Job, Step], Made]
 
 
 def patched_part(loaded: Any) -> Any:

@@ -17,7 +17,7 @@ Model = Annotated[
     str, typer.Argument(help="A preset (flux, wan, llama ... or demo), a folder, or a hub id.")
 ]
 Prompt = Annotated[str, typer.Option(help="What to draw, film or continue.")]
-# What a generator takes.
+# torch.Generator takes seeds of this range.
 Seed = Annotated[int, typer.Option(min=-(1 << 63), max=(1 << 63) - 1, help="Seed of the noise.")]
 Steps = Annotated[int | None, typer.Option(min=1, help="Denoising steps.")]
 Width = Annotated[int | None, typer.Option(min=8, help="Pixels.")]

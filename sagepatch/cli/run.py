@@ -105,7 +105,7 @@ def run(
     if out_file is not None:
         check_target(out_file, tuple({*PICTURES, *VIDEOS, *TEXTS}), "--out")
     elif source.task != "text":
-        check_target(default_target(source.slug, ".", ".png"), PICTURES, "the picture")
+        check_target(default_target(source.slug, ".png"), PICTURES, "the picture")
     if report is not None:
         check_report(report)
     job = o.job_of(
@@ -234,7 +234,7 @@ def keep(outcome: Outcome, source: Source, loaded: Any, out_file: Path | None) -
         if out_file is None:
             return
     suffix = ".webp" if made.is_video else ".png"
-    path = save(outcome.runs, out_file or default_target(source.slug, ".", suffix))
+    path = save(outcome.runs, out_file or default_target(source.slug, suffix))
     layout = "exact left, quantised right" if len(outcome.runs) == 2 else "one run"
     tell(f"{path} ({layout})", style="bold")
 

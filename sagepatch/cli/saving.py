@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -21,7 +20,13 @@ from sagepatch.report.pictures import Frame, png_bytes
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 VIDEOS = (".webp", ".gif", ".png")
 TEXTS = (".txt",)
-REPORTS = (".html", ".json", ".png")
+# By the end of a file's name, what writes a report as such a file.
+WRITERS: dict[str, Callable[[Report, Path], object]] = {
+    ".html": Report.to_html,
+    ".json": Report.to_json,
+    ".png": Report.plot,
+}
+REPORTS = tuple(WRITERS)
 _GAP = 8
 
 
@@ -50,12 +55,7 @@ def check_report(path: Path) -> None:
 
 def write_report(report: Report, path: Path) -> None:
     """Write the report in the format that its file name asks for."""
-    writers: dict[str, Callable[[Path], object]] = {
-        ".html": report.to_html,
-        ".json": report.to_json,
-        ".png": report.plot,
-    }
-    writers[path.suffix.lower()](path)
+    WRITERS[path.suffix.lower()](report, path)
 
 
 def save(runs: list[Made], path: Path) -> Path:
@@ -95,9 +95,9 @@ def encode(runs: list[Made], suffix: str) -> bytes:
     return buffer.getvalue()
 
 
-def default_target(slug: str, made_in: str | os.PathLike[str], suffix: str) -> Path:
-    """The file that is written where the user names none."""
-    return Path(made_in, f"sagepatch-{slug}{suffix}")
+def default_target(slug: str, suffix: str) -> Path:
+    """The file, in the current folder, that is written where the user names none."""
+    return Path(f"sagepatch-{slug}{suffix}")
 
 
 def _side_by_side(pair: tuple[Frame, ...]) -> Frame:

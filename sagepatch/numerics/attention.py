@@ -14,7 +14,7 @@ from sagepatch.numerics.prepass import LOG2E, Operands, prepare
 from sagepatch.numerics.recipe import CODE_DTYPE, MMA_K, Recipe
 from sagepatch.spec import Call
 
-__all__ = ["emulate", "exact", "merged_mask"]
+__all__ = ["emulate", "exact"]
 
 # Elements of one tile of scores, all heads together: small enough to stay in a core's cache, large
 # enough that Python's share is small.

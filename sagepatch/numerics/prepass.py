@@ -42,7 +42,7 @@ class Operands:
 
 def prepare(call: Call, recipe: Recipe) -> Operands:
     """Quantise the tensors of a call that is not packed; all arithmetic in fp32."""
-    # Sums over memory of any order would differ in their last bits.
+    # Contiguous, as torch sums in the order of memory: the last bits must not depend on strides.
     q, k, v = (t.float().contiguous() for t in (call.q, call.k, call.v))
     factor = call.scale * LOG2E
     seen = seen_keys(call)

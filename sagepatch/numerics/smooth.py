@@ -38,9 +38,9 @@ def block_mean(q: Tensor, block: int) -> Tensor:
     return means.repeat_interleave(block, 2)[:, :, :S]
 
 
-def hadamard_rotation(dim: int, device: torch.device, seed: int = 0) -> Tensor:
-    """A random orthogonal matrix [P, P], P the power of two at or above `dim`: a Hadamard matrix
-    with random signs.
+def hadamard_rotation(dim: int, device: torch.device) -> Tensor:
+    """An orthogonal matrix [P, P], P the power of two at or above `dim`: a Hadamard matrix with
+    random signs, the same ones always.
 
     Q and K padded to P and multiplied by it keep their products (FlashAttention-3, arXiv
     2407.08608, section 3.3).
@@ -51,7 +51,7 @@ def hadamard_rotation(dim: int, device: torch.device, seed: int = 0) -> Tensor:
     matrix = torch.ones(1, 1, device=cpu)
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
-    seeded = torch.Generator(cpu).manual_seed(seed)
+    seeded = torch.Generator(cpu).manual_seed(0)
     signs = torch.randint(0, 2, (size,), generator=seeded, device=cpu) * 2 - 1
     return (matrix * signs[:, None] / math.sqrt(size)).to(device)
 

@@ -40,7 +40,8 @@ def takes_softmax(owner: type) -> bool:
 def uses_attention_interface(owner: type) -> bool:
     """Whether the forward of a module class asks for its attention function by configured name."""
     names = {name for _, name in _reached(owner, depth=1)}
-    # By its method or by index; getattr(ALL_ATTENTION_FUNCTIONS, name, eager) only finds eager.
+    # Asked by `get_interface` or by index. getattr(ALL_ATTENTION_FUNCTIONS, name, eager) does not
+    # count: names are no attributes, so it always gives eager.
     return "get_interface" in names or (
         "ALL_ATTENTION_FUNCTIONS" in names and "getattr" not in names
     )

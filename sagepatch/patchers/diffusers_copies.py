@@ -1,8 +1,9 @@
 """A stand-in for one attention processor, which reaches our op.
 
 To diffusers it is the original: class, name, signature, state, copies and pickles. It knows nothing
-of models. One that calls torch's SDPA is the layer's that calls it; one that calls diffusers'
-dispatcher carries its layer's handle, as that is where the dispatcher can find it.
+of models. A stand-in that calls torch's SDPA serves the layer of whichever module calls it. One
+that calls diffusers' dispatcher carries the handle of one layer itself: the dispatcher is passed
+an attribute of the processor, and nothing of the module.
 """
 
 from __future__ import annotations

@@ -140,7 +140,9 @@ def _uncompiled(module: nn.Module) -> nn.Module:
 
 
 def _class_name(module: nn.Module) -> str:
-    """The name of a module's class, before `fully_shard` gave it one of its own above that."""
+    """The name of a module's class; under `fully_shard`, which puts a class of its own above that,
+    the name of the class below.
+    """
     owner = type(module)
     sharding = sys.modules.get("torch.distributed.fsdp")
     sharded: type | None = getattr(sharding, "FSDPModule", None)

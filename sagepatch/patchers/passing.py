@@ -1,8 +1,8 @@
 """Calls of layers that run exact attention: counted, and left to whoever served them unpatched.
 
-A patched layer that a plan leaves exact should cost the host nothing worth naming. A call of
-attention passes as it came; a method that was seen to make its calls runs as if unpatched, and
-what it made then is counted again.
+A patched layer that a plan leaves exact should cost the host nothing worth naming. So an SDPA call
+whose form was served before goes to torch unchanged. And a method whose SDPA calls were seen once
+(its form is known) runs as if unpatched, and the same calls are counted again.
 """
 
 from __future__ import annotations
@@ -82,8 +82,9 @@ def remember(layer: PatchedLayer, form: tuple[Any, ...], call: Call) -> None:
 
 
 def form_of_method(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """What tells apart calls of a method that calls attention, its `self` aside: one form calls it
-    alike, or nearly always, and only counts rest on that. None where that cannot be told cheaply.
+    """What tells apart calls of a method that attends, by its arguments but `self`. Calls of one
+    form make the same SDPA calls, or nearly always: only counts rest on that. None where arguments
+    cannot be told apart cheaply.
     """
     if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
         return None
@@ -130,8 +131,8 @@ def _note(layer: PatchedLayer, spec: AttnSpec) -> None:
 
 @contextmanager
 def seen_whole(layer: PatchedLayer, form: tuple[Any, ...]) -> Iterator[None]:
-    """While a method runs for a layer that passes: what it calls is kept for `counted_whole`,
-    unless some call went elsewhere.
+    """While a method runs for a layer that passes: note its SDPA calls for `counted_whole`. They
+    are kept only if every call that the layer counted meanwhile is among them.
     """
     before, calls = (_SEEN.layer, _SEEN.specs), layer.record.calls
     specs: list[AttnSpec] = []
@@ -140,6 +141,7 @@ def seen_whole(layer: PatchedLayer, form: tuple[Any, ...]) -> Iterator[None]:
         yield
     finally:
         _SEEN.layer, _SEEN.specs = before
-    # A method that made no call may make some the next time: a cached result, a skipped layer.
+    # Nothing is kept of a method that made no call: it may make some the next time, as one does
+    # that returned a cached result or skipped its layer.
     if specs and layer.record.calls - calls == len(specs):
         layer.passes_whole[form] = tuple(specs)

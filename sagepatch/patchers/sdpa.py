@@ -166,7 +166,8 @@ def _redirected(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if carrier.inner is None:
         owner = type(self)
         return inside(carrier.handle, owner.forward, owner, self, *args, **kwargs)
-    # Entered already: what the instance had as forward led back to an earlier method of ours.
+    # If this layer's redirect is entered already, the forward that the instance had led back here
+    # through an earlier method of ours: end that by calling the class's forward.
     plain = _entered(carrier.handle)
     with SdpaRedirect(carrier.handle):
         if plain:

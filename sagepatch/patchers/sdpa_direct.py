@@ -80,8 +80,9 @@ def direct(function: Any, owner: type) -> types.FunctionType | None:
             met[name] = _attention
         else:
             return None
-    # Made anew for each call, in two microseconds: names mean what they mean then, and nobody's
-    # module is kept alive. What a call writes on globals' behalf goes where it would.
+    # Made anew for each call, which takes two microseconds: so every name means what it means at
+    # that moment, and nobody's module is kept alive. Python notes in `__warningregistry__` which
+    # warnings a file has given: the copy shares that dictionary with the original.
     source.setdefault("__warningregistry__", {})
     copy = types.FunctionType(code, source | met, code.co_name, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
@@ -90,7 +91,7 @@ def direct(function: Any, owner: type) -> types.FunctionType | None:
 
 # By class, and code of its methods: the globals to replace; None for code that needs a mode.
 _NAMES: WeakKeyDictionary[type, dict[types.CodeType, tuple[str, ...] | None]] = WeakKeyDictionary()
-# What looks at globals without asking for one by name.
+# Functions that look at globals other than by a name in the code.
 _LOOKERS = frozenset(
     ("globals", "locals", "vars", "eval", "exec", "__import__", "_getframe", "currentframe")
 )

@@ -27,7 +27,7 @@ from sagepatch.report.printable import printable
 
 # What errors are shown relative to where the threshold admits everything or nothing.
 USUAL_THRESHOLD = 0.998
-# Where nothing is admissible, whatever rounding does to a cosine.
+# A threshold that no cosine reaches, even one that rounding takes a little over 1.
 ABOVE_ALL = 1.01
 
 
@@ -39,8 +39,8 @@ def bound_of(report: Report) -> float:
 def facts(report: Report) -> dict[str, Any] | None:
     """The page's facts as a JSON value without NaN; None where no table of measurements is known.
 
-    What plans are solved from keeps all its digits: the page solves for the plan that Python
-    solves for. What is only shown does not.
+    Numbers that plans are solved from keep all their digits, so that the page finds the same plan
+    as Python. Numbers that are only shown are rounded.
     """
     table = report.calibration
     if table is None or not table.layers:

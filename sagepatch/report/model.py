@@ -327,7 +327,7 @@ def _with_step(row: LayerRow, table: LayerTable | None) -> LayerRow:
     worst = [
         sample for sample in table.filled if sample.call == row.worst_call and name in sample.errors
     ]
-    # Calls of several processes have the same numbers.
+    # Several samples may have this number, as each process and each run counts its own calls.
     deciding = min(worst, key=lambda sample: min(sample.errors[name].cosine), default=None)
     if deciding is None or deciding.step is None:
         return row

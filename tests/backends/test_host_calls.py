@@ -49,7 +49,7 @@ def driver(monkeypatch):
     # As on a GPU: nothing is computed, so the output is not to be looked at.
     for module in (ops, known):
         monkeypatch.setattr(module, "comes_again", lambda call: True)
-    monkeypatch.setattr(ops, "_guarded_now", lambda layer, call: False)
+    monkeypatch.setattr(ops, "_host_checks", lambda layer, call: False)
     chosen = lambda spec, variant: BY_NAME[variant]  # noqa: E731
     for module in (ops, known):
         monkeypatch.setattr(module, "chosen_for", chosen)
@@ -237,7 +237,7 @@ def test_tensors_that_are_more_than_memory_go_through_the_op(driver, name):
     q, k, v = tensors()
     for _ in range(2):
         sagepatch.attention(q, k, v, variant=CUDA)
-    assert ops.observed(WATCHED[name](q), k, v)
+    assert ops.tensors_need_op(WATCHED[name](q), k, v)
     assert known.seen_of(WATCHED[name](q), k, v, None) is None
     bias = torch.zeros(130, 130)
     assert known.seen_of(q, k, v, bias) is not None

@@ -38,7 +38,7 @@ def _every_step(monkeypatch):
     )
 
 
-def spoil(attention, factor: float = 20.0, offset: float = 8.0) -> None:
+def spoil(attention, factor: float = 20.0) -> None:
     """Query and key weights `factor` times as large, keys with an offset: an ill layer."""
     for name in ("to_q", "to_k"):
         getattr(attention, name).weight.mul_(factor)
@@ -47,7 +47,7 @@ def spoil(attention, factor: float = 20.0, offset: float = 8.0) -> None:
         attention.norm_k.weight.mul_(factor)
     generator = torch.Generator().manual_seed(5)
     bias = attention.to_k.bias
-    attention.to_k.bias.add_(offset * torch.randn(bias.shape, generator=generator))
+    attention.to_k.bias.add_(8.0 * torch.randn(bias.shape, generator=generator))
 
 
 # case 31

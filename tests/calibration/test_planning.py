@@ -33,9 +33,11 @@ def steps(cosines: dict[int, float], of: int = 50, *, run: str = "", safe: float
     )
 
 
-def run_of(of: int = 50, *, bad: tuple[int, ...] = (), run: str = "") -> tuple[Sample, ...]:
-    """One run, measured where runs are, that a fast kernel serves well but for some steps."""
-    return steps({s: 0.99 if s in bad else 0.9995 for s in sampled_steps(of)}, of, run=run)
+def fifty_steps(*, bad: tuple[int, ...] = (), run: str = "") -> tuple[Sample, ...]:
+    """One run of 50 steps, measured where such runs are; a fast kernel serves all steps well but
+    the `bad` ones.
+    """
+    return steps({s: 0.99 if s in bad else 0.9995 for s in sampled_steps(50)}, 50, run=run)
 
 
 def ran(entry, of: int) -> list[str]:
@@ -44,7 +46,7 @@ def ran(entry, of: int) -> list[str]:
 
 
 def test_a_layer_that_is_well_throughout_runs_one_kernel() -> None:
-    entry = entry_at(LayerTable("a", "self", run_of()), 0.998)
+    entry = entry_at(LayerTable("a", "self", fifty_steps()), 0.998)
     assert (entry.variant, entry.ranges) == (FAST, ())
     assert entry.alternatives == {SAFE: 1}
     assert (entry.samples, entry.us_chosen) == (8, 50.0)
@@ -53,7 +55,7 @@ def test_a_layer_that_is_well_throughout_runs_one_kernel() -> None:
 # case 31
 @pytest.mark.parametrize("of", [12, 28, 50, 100])
 def test_a_bad_last_step_is_pinned_for_any_number_of_steps(of: int) -> None:
-    rows = (*run_of(bad=(49,), run="a"), *run_of(bad=(49,), run="b"))
+    rows = (*fifty_steps(bad=(49,), run="a"), *fifty_steps(bad=(49,), run="b"))
     entry = entry_at(LayerTable("a", "self", rows), 0.998)
     assert [part.variant for part in entry.ranges] == [FAST, SAFE]
     assert entry.ranges[0].end == entry.ranges[1].start == 31 / 32
@@ -67,9 +69,9 @@ def test_a_bad_last_step_is_pinned_for_any_number_of_steps(of: int) -> None:
 
 
 def test_a_part_seen_once_is_judged_with_its_neighbours() -> None:
-    entry = entry_at(LayerTable("a", "self", run_of(bad=(0,))), 0.998)
+    entry = entry_at(LayerTable("a", "self", fifty_steps(bad=(0,))), 0.998)
     assert [(part.variant, part.end) for part in entry.ranges] == [(SAFE, 1 / 8), (FAST, 1.0)]
-    twice = (*run_of(bad=(0,), run="a"), *run_of(run="b"))
+    twice = (*fifty_steps(bad=(0,), run="a"), *fifty_steps(run="b"))
     entry = entry_at(LayerTable("a", "self", twice), 0.998)
     assert [(part.variant, part.end) for part in entry.ranges] == [(SAFE, 1 / 32), (FAST, 1.0)]
 
@@ -102,7 +104,7 @@ def test_shares_add_up_to_one_for_a_layer_of_every_step() -> None:
 
 def test_samples_without_a_place_count_in_every_part() -> None:
     lost = sample(99, {FAST: 0.99, SAFE: 0.9999}, us=US, us_exact=100.0)
-    entry = entry_at(LayerTable("a", "self", (*run_of(), lost)), 0.998)
+    entry = entry_at(LayerTable("a", "self", (*fifty_steps(), lost)), 0.998)
     assert (entry.variant, entry.ranges) == (SAFE, ())
 
 
@@ -122,14 +124,16 @@ def test_calls_of_unknown_place_get_a_kernel_that_is_accurate_enough_everywhere(
 
 
 def test_one_kernel_for_all_steps_on_request() -> None:
-    made = calibration(LayerTable("a", "self", run_of(bad=(0,))))
+    made = calibration(LayerTable("a", "self", fifty_steps(bad=(0,))))
     assert made.plan().entries[0].ranges
     (entry,) = made.plan(by_step=False).entries
     assert (entry.variant, entry.ranges) == (SAFE, ())
 
 
 def test_exact_attention_where_nothing_else_is_accurate() -> None:
-    rows = tuple(replace(row, errors={FAST: row.errors[FAST]}) for row in run_of(bad=(0,), run="a"))
+    rows = tuple(
+        replace(row, errors={FAST: row.errors[FAST]}) for row in fifty_steps(bad=(0,), run="a")
+    )
     twice = (*rows, *(replace(row, run="b") for row in rows))
     entry = entry_at(LayerTable("a", "self", twice), 0.998)
     assert [part.variant for part in entry.ranges] == [SDPA.name, FAST]
@@ -140,7 +144,7 @@ def test_exact_attention_where_nothing_else_is_accurate() -> None:
 
 
 def test_a_budget_spends_the_error_on_the_steps_that_can_bear_it() -> None:
-    rows = (*run_of(bad=(0, 49), run="a"), *run_of(bad=(0, 49), run="b"))
+    rows = (*fifty_steps(bad=(0, 49), run="a"), *fifty_steps(bad=(0, 49), run="b"))
     made = calibration(LayerTable("a", "self", rows))
     (none,) = made.plan(budget=0.0).entries
     assert (none.variant, none.ranges) == (SDPA.name, ())
@@ -154,7 +158,7 @@ def test_a_budget_spends_the_error_on_the_steps_that_can_bear_it() -> None:
 
 
 def test_a_plan_with_ranges_is_a_file(tmp_path) -> None:
-    plan = calibration(LayerTable("a", "self", run_of(bad=(0,)))).plan()
+    plan = calibration(LayerTable("a", "self", fifty_steps(bad=(0,)))).plan()
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
 

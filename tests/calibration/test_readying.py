@@ -51,14 +51,18 @@ def test_one_that_fails_its_check_is_not_run(kernels, monkeypatch) -> None:
 
 @pytest.mark.parametrize("error", [KernelUnavailable("too large"), torch.OutOfMemoryError("full")])
 def test_one_that_cannot_serve_is_told_where_it_is_used(monkeypatch, error) -> None:
+    asked = []
+
     def refusing(entry):
         def run(one, recipe):
+            asked.append(recipe.name)
             raise error
 
         return run
 
     monkeypatch.setattr(readying, "load", refusing)
     make_ready([BY_NAME["emulated.sage2_8"]], call(), workers=1)
+    assert asked == ["sage2_8"]
 
 
 def test_what_a_kernel_raises_propagates_with_its_name(monkeypatch) -> None:

@@ -48,7 +48,6 @@ _SANA = {
     "caption_channels": 16,
     "sample_size": 8,
 }
-_HUNYUAN_BLOCKS = {"block_out_channels": (32, 32), "layers_per_block": 1}
 _KL = {
     "block_out_channels": (32, 64),
     "down_block_types": ("DownEncoderBlock2D",) * 2,

@@ -15,6 +15,7 @@ from transformers_tiny import Tiny, installed
 from transformers_types import model_types
 
 import sagepatch
+from sagepatch.backends.catalogue import SDPA
 from sagepatch.errors import StrictFallback
 from sagepatch.layer import SHORT
 from sagepatch.patchers.transformers_attention import DROPOUT, MAP_WANTED, TRAINING
@@ -94,10 +95,15 @@ def test_strict_refuses_dropout_and_maps() -> None:
 
 def test_strict_says_nothing_where_exact_was_asked_for_or_is_the_rule() -> None:
     model, inputs = tiny_llama()
-    sagepatch.apply(model, variant="exact", strict=True)
+    patch = sagepatch.apply(model, variant="exact", strict=True)
     model(**inputs)
-    sagepatch.apply(model, **STRICT)
+    assert all(layer.record.by_variant == {SDPA.name: 1} for layer in patch.layers)
+    patch = sagepatch.apply(model, **STRICT)
     model.generate(**inputs, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    # The prompt by the kernel, each single token after it exactly.
+    assert all(
+        set(layer.record.by_variant) == {"emulated.sage2_8", SDPA.name} for layer in patch.layers
+    )
 
 
 def test_a_step_of_training_is_the_model_s_own() -> None:

@@ -160,13 +160,6 @@ def verdicts() -> dict[str, tuple[Verdict, ...]]:
     }
 
 
-@functools.cache
-def _multiplies(code: types.CodeType) -> bool:
-    """Whether a code object holds the operator @ (the fifth operation of BINARY_OP)."""
-    steps, binary = code.co_code, dis.opmap["BINARY_OP"]
-    return any(steps[i] == binary and steps[i + 1] == 4 for i in range(0, len(steps), 2))
-
-
 def _codes_of(owner: type) -> Iterator[types.CodeType]:
     """The code of a class's own and inherited methods, and of what they call in the same file."""
     seen: set[types.FunctionType] = set()

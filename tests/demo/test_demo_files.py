@@ -41,7 +41,9 @@ def test_nothing_but_json_and_safetensors_is_in_the_pipeline() -> None:
 
 
 def test_the_configs_name_no_folder_of_the_machine_they_were_made_on() -> None:
-    for path in FOLDER.rglob("*config.json"):
+    configs = list(FOLDER.rglob("*config.json"))
+    assert configs
+    for path in configs:
         assert not json.loads(path.read_text(encoding="utf-8")).get("_name_or_path"), path
 
 

@@ -59,9 +59,10 @@ def emoji() -> Tensor:
     return images.permute(0, 3, 1, 2).float() / 255
 
 
-def index_of(caption: str) -> int:
+def place_of_the_apple() -> int:
+    """The number of the picture of APPLE in the training set."""
     entries = json.loads((DATA / "captions.json").read_text(encoding="utf-8"))
-    (index,) = [i for i, entry in enumerate(entries) if caption in entry["captions"]]
+    (index,) = [i for i, entry in enumerate(entries) if APPLE in entry["captions"]]
     return int(index)
 
 
@@ -115,7 +116,7 @@ def test_a_red_apple_is_nearest_to_the_red_apple_of_all_1347(pipeline: Any, emoj
         max_sequence_length=DEFAULTS.max_sequence_length,
         guidance_scale=DEFAULTS.guidance_scale,
     )
-    assert nearest(image, emoji) == index_of(APPLE)
+    assert nearest(image, emoji) == place_of_the_apple()
 
 
 def test_a_call_of_defaults_has_512_text_tokens_and_draws_the_same_apple(
@@ -133,7 +134,7 @@ def test_a_call_of_defaults_has_512_text_tokens_and_draws_the_same_apple(
         hook.remove()
     assert widths == [512] * 2
     assert image.shape == (1, 3, 128, 128)
-    assert nearest(image, emoji) == index_of(APPLE)
+    assert nearest(image, emoji) == place_of_the_apple()
 
 
 def test_one_seed_gives_one_picture(pipeline: Any) -> None:
@@ -156,7 +157,7 @@ def test_it_loads_in_another_dtype_and_still_draws_the_apple(emoji: Tensor) -> N
     for name in ("transformer", "vae", "text_encoder"):
         assert {p.dtype for p in getattr(loaded, name).parameters()} == {torch.bfloat16}, name
     image = draw(loaded, APPLE, steps=1, max_sequence_length=32)
-    assert nearest(image, emoji) == index_of(APPLE)
+    assert nearest(image, emoji) == place_of_the_apple()
 
 
 def test_the_pipeline_comes_from_the_package(pipeline: Any) -> None:

@@ -16,8 +16,6 @@ KERNEL = f"triton.{RECIPE}"
 # Of another toolchain, for Hopper alone.
 HOPPER = "cuda.sage2_8"
 EXACT = "sdpa.exact"
-# What 8-bit attention may cost a tiny model of random weights, root mean square.
-NEAR = 0.1
 Inputs = dict[str, Any]
 
 

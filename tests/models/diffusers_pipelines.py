@@ -31,7 +31,7 @@ def tiny_flux_pipeline() -> Any:
     )
     pipeline = FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(),
-        vae=_vae(latent_channels=4, use_quant_conv=False, shift_factor=0.0, scaling_factor=1.0),
+        vae=_vae(use_quant_conv=False, shift_factor=0.0, scaling_factor=1.0),
         text_encoder=_clip_text(),
         tokenizer=_clip_tokenizer(),
         text_encoder_2=_t5(),
@@ -63,7 +63,7 @@ def tiny_sdxl_pipeline() -> Any:
         projection_class_embeddings_input_dim=80,
     )
     pipeline = StableDiffusionXLPipeline(
-        vae=_vae(latent_channels=4),
+        vae=_vae(),
         text_encoder=_clip_text(),
         text_encoder_2=_clip_text(projected=True),
         tokenizer=_clip_tokenizer(),
@@ -117,7 +117,7 @@ def tiny_wan_pipeline() -> Any:
     return pipeline
 
 
-def _vae(latent_channels: int, **options: Any) -> Any:
+def _vae(**options: Any) -> Any:
     from diffusers import AutoencoderKL
 
     torch.manual_seed(1)
@@ -126,7 +126,7 @@ def _vae(latent_channels: int, **options: Any) -> Any:
         block_out_channels=(32, 64),
         down_block_types=("DownEncoderBlock2D", "DownEncoderBlock2D"),
         up_block_types=("UpDecoderBlock2D", "UpDecoderBlock2D"),
-        latent_channels=latent_channels,
+        latent_channels=4,
         norm_num_groups=8,
         **options,
     ).eval()

@@ -26,8 +26,6 @@ from sagepatch.patchers.diffusers_copies import patched_copy
 from sagepatch.patchers.diffusers_dispatch import REPLACED
 from sagepatch.patchers.diffusers_processors import DISPATCH, Route, class_way
 
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
-
 
 @torch.no_grad()
 def forward(model: nn.Module, inputs: dict[str, Any]) -> Tensor:

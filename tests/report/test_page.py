@@ -100,8 +100,9 @@ def _text(page: Browser, name: str) -> str:
     return str(page.run(f"document.getElementById({name!r}).textContent"))
 
 
-def _value(page: Browser, name: str) -> str:
-    return str(page.run(f"document.getElementById({name!r}).value"))
+def _threshold(page: Browser) -> float:
+    """The threshold that the page shows."""
+    return float(page.run("document.getElementById('threshold').value"))
 
 
 def _focus(page: Browser, name: str) -> None:
@@ -123,10 +124,10 @@ def test_arrow_keys_move_the_threshold_and_the_plan(opened: Open) -> None:
     page = opened(report_of_table(calibration))
     told = _text(page, "outcome")
     _focus(page, "stop")
-    seen = [float(_value(page, "threshold"))]
+    seen = [_threshold(page)]
     for key, times in (("ArrowRight", 1), ("ArrowRight", 7), ("ArrowLeft", 12), ("Home", 1)):
         page.press(key, times)
-        seen.append(float(_value(page, "threshold")))
+        seen.append(_threshold(page))
         said = page.run("$('stop').getAttribute('aria-valuetext')")
         assert float(said) == seen[-1]
         plan = calibration.plan(seen[-1])
@@ -140,7 +141,7 @@ def test_arrow_keys_move_the_threshold_and_the_plan(opened: Open) -> None:
     assert seen == [where[i] for i in (start, start + 1, start + 8, start - 4, 0)]
     assert _text(page, "outcome") != told
     page.press("End")
-    assert float(_value(page, "threshold")) == 1.01
+    assert _threshold(page) == 1.01
     assert set(_plan_b(page).values()) == {"sdpa.exact"}
     assert page.complaints() == []
 

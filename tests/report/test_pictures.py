@@ -29,8 +29,8 @@ def _picture(seed: int, size: tuple[int, int] = (40, 56)) -> np.ndarray:
     return gaussian_filter(noise, (2, 2, 0)).round().astype(np.uint8)
 
 
-def _noisy(picture: np.ndarray, noise: float, seed: int = 1) -> np.ndarray:
-    added = picture + np.random.default_rng(seed).normal(0, noise, picture.shape)
+def _noisy(picture: np.ndarray, noise: float) -> np.ndarray:
+    added = picture + np.random.default_rng(1).normal(0, noise, picture.shape)
     return np.clip(added, 0, 255).astype(np.uint8)
 
 

@@ -223,7 +223,8 @@ def instance(recipe: Recipe, head_dim: int, v_head_dim: int, options: Options) -
     return Instance(made, tile, shared_bytes, value, swizzle)
 
 
-# Recipes that have kernels, fastest first on an H200 at head size 128.
+# The recipes that this kernel can compute, fastest first on an H200 at head size 128. For tests and
+# benchmarks: the catalogue says which serve.
 SERVED = (
     *("sage2pp_8_d6", "sage2pp_8_d4", "sage2_8", "sage2_8b", "sage2_8b_k128", "sage2pp_8"),
     *("sage2pp_8_d1", "sage2_8_bf16", "sage1_b_f32", "sage1_b"),

@@ -127,7 +127,8 @@ _STRIDES, _MASK, _SIZES = "{qqqq}", "{PqqPP}", "{" + "i" * 28 + "}"
 _Q_OUT, _Q_OUT_SMOOTH = "{PPPf}", "{PPPfP}"
 QUERIES = "P" + _STRIDES + _MASK + _SIZES + _Q_OUT + "Pi"
 KEYS_AND_VALUES = "PPP" + 3 * _STRIDES + _MASK + _SIZES + _Q_OUT + "{PP}P{" + "P" * 11 + "f}"
-# Of torch's allocator, and what TMA asks of a tensor: 16 bytes; whole lines for the rest.
+# Tensors in the scratch memory begin at multiples of this, as torch's allocator gives addresses.
+# TMA asks for 16 bytes; whole cache lines are good for the rest.
 ALIGNMENT = 256
 # Bytes that one block of threads reduces at least, and parts of a head at most.
 CHUNK_BYTES = 64 << 10
@@ -139,7 +140,8 @@ MOST_PARTS = 1024
 BYTES_AHEAD = 600 * (32 << 10)
 
 
-# Whose codes a Hopper tensor core multiplies: the others serve mma.sync alone.
+# The recipes whose codes wgmma can multiply. The pre-pass of the others serves the mma.sync kernels
+# alone.
 WGMMA_RECIPES = tuple(
     recipe
     for recipe in RECIPES.values()

@@ -15,7 +15,7 @@ RINT = tl.constexpr(12582912.0)
 TINY = tl.constexpr(1e-35)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 HIGHEST = tl.constexpr(3.4028234663852886e38)
-NO_MASK = tl.constexpr(0)
+# What the kernels' MASK says; 0 is no mask.
 BOOL_MASK = tl.constexpr(1)
 ADDITIVE_MASK = tl.constexpr(2)
 
@@ -133,9 +133,9 @@ def masked(scores, seen, value, MASK):
     A bias is clamped to fp32's range after the change to base 2, so that a row of finfo.min stays
     the mean of V; +inf and NaN spoil their row, as in SDPA.
     """
-    if MASK == 1:
+    if MASK == BOOL_MASK:
         seen &= value != 0
-    elif MASK == 2:
+    elif MASK == ADDITIVE_MASK:
         seen &= value != float("-inf")
         bias = tl.minimum(tl.maximum(value.to(tl.float32) * LOG2E, LOWEST), HIGHEST)
         # A maximum drops NaN; one in the mask must reach the output.
