@@ -145,7 +145,7 @@ class Plan:
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.threshold):
+        if not _is(self.threshold, "float"):
             raise InvalidArgument(f"threshold is {self.threshold!r}, needs a number")
 
     def to_json(self) -> str:

@@ -27,6 +27,7 @@ ORDER = (
         "schedule",
         "layer",
         "ops",
+        "arguments",
         "known",
         "functional",
         "patchers",

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sagepatch.backends.catalogue import BY_NAME, SDPA
+from sagepatch.calibration.choose import check_bound
 from sagepatch.env import Machine
 from sagepatch.errors import InvalidArgument
 from sagepatch.layer import PatchedLayer
@@ -157,6 +158,7 @@ class Report:
         meanwhile, gives the measured gain beside the predicted one.
         """
         for one in (seconds, seconds if exact_seconds is None else exact_seconds):
+            check_bound("the duration of a run", one)
             if not (one > 0 and math.isfinite(one)):
                 raise InvalidArgument(f"a run of {one} s: needs more than 0")
         return replace(self, run_seconds=seconds, exact_run_seconds=exact_seconds)
