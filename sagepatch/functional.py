@@ -16,7 +16,7 @@ from sagepatch.arguments import check_flags, check_options, check_packed, check_
 from sagepatch.backends.sdpa import run as run_sdpa
 from sagepatch.dispatch import Request
 from sagepatch.errors import InvalidArgument
-from sagepatch.known import recall, remember, run_layer_again, seen_of
+from sagepatch.known import learn, recall, run_layer_again, seen_of
 from sagepatch.numerics.recipe import EXACT
 from sagepatch.ops import serve, watched  # registers torch.ops.sagepatch
 from sagepatch.spec import Call, check_devices, check_mask, check_shapes, mask_kind
@@ -204,7 +204,7 @@ def attention(
     )
     out, lse = run(call, variant=variant)
     if key is not None:
-        remember(key, call, variant, batched)
+        learn(key, call, variant, batched)
     if layout == "BSHD":
         out = out.transpose(1, 2)
     if not batched:
