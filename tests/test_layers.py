@@ -18,6 +18,7 @@ ORDER = (
         "numerics",
         "variant",
         "env",
+        "plan_values",
         "plan",
         "backends",
         "ledger",
