@@ -91,6 +91,40 @@ def test_anything_else_is_refused_in_a_sentence(tmp_path, text: str, said: str) 
         Calibration.load(tmp_path / "t.json")
 
 
+def odd(**changes) -> str:
+    """A table whose first sample of the first layer differs, or that sample's first candidate."""
+    whole = data()
+    row = whole["layers"][0]["rows"][0]
+    name = next(iter(row["errors"]))
+    for field, value in changes.items():
+        (row if field in row else row["errors"][name])[field] = value
+    return json.dumps(whole)
+
+
+# Once wrong: read and weighed against others; heads that differ in number raised a bare ValueError.
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (odd(us_exact=-3.0), "sample 1: us_exact is -3, needs a finite number of 0 or more"),
+        (odd(us=math.nan), "us is nan, needs a finite number"),
+        (odd(host_us=math.inf), "host_us is inf, needs a finite number"),
+        (odd(cosine=[math.nan, 1.0]), "cosine is nan, needs -1 to 1"),
+        (odd(cosine=[None, 1.0]), "cosine is inf, needs -1 to 1"),
+        (odd(rel_l1=[-0.5, 0.1]), "rel_l1 is -0.5, needs 0 or more"),
+        (odd(rmse=[0.1] * 9), "rmse has 9 heads, cosine has 2"),
+        (odd(step=28, steps=28), "step is 28 of 28, needs 0 to 27"),
+        (odd(step=-1, steps=28), "step is -1 of 28"),
+        (changed(run_seconds=-1.0), "run_seconds is -1"),
+        (changed(measuring_seconds=math.nan), "measuring_seconds is nan"),
+    ],
+    ids=lambda x: x[:30],
+)
+def test_odd_numbers_are_refused_with_their_place(tmp_path, text: str, said: str) -> None:
+    (tmp_path / "t.json").write_text(text)
+    with pytest.raises(PlanError, match=re.escape(said)):
+        Calibration.load(tmp_path / "t.json")
+
+
 class TestGoingOn:
     """A calibration in several sittings."""
 
