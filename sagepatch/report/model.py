@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from sagepatch.report.pictures import Comparison
 
 EMULATION = "Emulated kernels: slower than exact attention. This shows accuracy, not speed."
+TAKEN_BACK = (
+    "This patch was taken back: the model's attention runs without it. What follows is how it ran "
+    "and what it measured until then."
+)
 NOT_RUN = "No call was counted yet: run the model, then ask again."
 _MASK = re.compile(r" mask (\w+)")
 _UNMEASURED = PlanEntry("", "", "", 0, "")
@@ -94,7 +98,7 @@ class Report:
     `run_seconds` is the duration of the run that made the counted calls, `exact_run_seconds` that
     of the same run with exact attention, None where unknown. `calibration` is everything that was
     measured, None where that was not kept. `plans` are other plans of the model to compare with, by
-    name.
+    name. `in_force`: the patch was not taken back when the report was made.
 
     >>> print(patch.report())
     >>> patch.report().to_html("report.html")
@@ -112,6 +116,7 @@ class Report:
     exact_run_seconds: float | None = None
     calibration: Calibration | None = None
     plans: tuple[tuple[str, Plan], ...] = ()
+    in_force: bool = True
 
     @property
     def counts(self) -> Counts:
@@ -127,12 +132,17 @@ class Report:
         )
 
     def headline(self) -> str:
-        """One sentence: how many layers were found and what they run."""
-        return headline(self.model, self.counts)
+        """One sentence: how many layers were found and what they run, or ran before the patch was
+        taken back.
+        """
+        return headline(self.model, self.counts, self.in_force)
 
     def remarks(self) -> tuple[str, ...]:
-        """What a reader must know before the numbers: emulation, why layers run exact, warnings."""
-        found = [EMULATION] if self.emulated else []
+        """What a reader must know before the numbers: that nothing of it is in force, emulation,
+        why layers run exact, warnings.
+        """
+        found = [] if self.in_force else [TAKEN_BACK]
+        found += [EMULATION] if self.emulated else []
         why = why_exact(self.layers)
         if why is not None:
             found.append(why)
@@ -232,6 +242,7 @@ def report_of(
     emulated: bool,
     warnings: Sequence[str],
     table: Calibration | None = None,
+    in_force: bool = True,
 ) -> Report:
     """Build a report from the state of a patch; every text in it is printable. `table` is what the
     patch has measured itself.
@@ -244,6 +255,7 @@ def report_of(
         threshold,
         emulated,
         tuple(map(printable, warnings)),
+        in_force=in_force,
     )
     return made if table is None or not table.layers else made.with_calibration(table)
 
