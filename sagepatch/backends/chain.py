@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from sagepatch.backends import driver
 from sagepatch.backends.driver import THREAD, enter, launcher
-from sagepatch.backends.frame import Frame, Plan
+from sagepatch.backends.frame import Frame, FramePlan
 from sagepatch.backends.links import Link
 
 
@@ -20,7 +20,7 @@ class Chain:
         not fit their signature.
         """
         self.links = tuple(links)
-        self._plan = Plan(self.links, values)
+        self._plan = FramePlan(self.links, values)
         # Parameters are copied by the driver before a launch returns: memory of one call serves the
         # next. Popping and appending are atomic.
         self._free: list[Frame] = []

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from sagepatch.backends.catalogue import SDPA
 from sagepatch.calibration.cells import Cell
 from sagepatch.calibration.choose import Summary, exact_time
-from sagepatch.calibration.estimate import eligible, filled
+from sagepatch.calibration.estimate import completed, eligible
 from sagepatch.calibration.merge import gathered, merged
 from sagepatch.calibration.planning import solved
 from sagepatch.calibration.sample import Remedy, Sample
@@ -27,7 +27,7 @@ class LayerTable:
     calls that were measured but are no samples, as their exact output was not finite.
 
     `names` are the candidates that may be chosen: those that no sample refused for cause and that
-    two samples measured. `filled` are the rows with errors of all of them, estimated where there
+    two samples measured. `completed` are the rows with errors of all of them, estimated where there
     was no time to measure them (`calibration.estimate`).
     """
 
@@ -38,13 +38,13 @@ class LayerTable:
     runs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     spoilt: int = 0
     names: tuple[str, ...] = field(init=False, repr=False, compare=False)
-    filled: tuple[Sample, ...] = field(init=False, repr=False, compare=False)
+    completed: tuple[Sample, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.rows and not self.runs:
             object.__setattr__(self, "runs", runs_of(self.rows))
         object.__setattr__(self, "names", eligible(self.rows))
-        object.__setattr__(self, "filled", filled(self.rows, self.names))
+        object.__setattr__(self, "completed", completed(self.rows, self.names))
 
     @property
     def samples(self) -> int:
@@ -86,7 +86,7 @@ class LayerTable:
     @property
     def candidates(self) -> dict[str, Summary]:
         """Each candidate over all samples."""
-        rows = self.filled
+        rows = self.completed
         return {name: Summary.of(name, rows) for name in self.names} if rows else {}
 
     @staticmethod

@@ -20,7 +20,7 @@ WITHOUT_REFUSALS = 1
 
 def rendered(calibration: Calibration) -> str:
     """JSON text. Infinite errors are null; what follows from other fields is left out."""
-    follow = ("worst", "cosine_mean", "estimated", "names", "filled")
+    follow = ("worst", "cosine_mean", "estimated", "names", "completed")
     data = asdict(calibration, dict_factory=lambda of: {n: v for n, v in of if n not in follow})
     return json.dumps({"schema": SCHEMA, **_finite(data)}, allow_nan=False) + "\n"
 

@@ -338,7 +338,9 @@ def _with_step(row: LayerRow, table: LayerTable | None) -> LayerRow:
         return row
     name = row.variant
     worst = [
-        sample for sample in table.filled if sample.call == row.worst_call and name in sample.errors
+        sample
+        for sample in table.completed
+        if sample.call == row.worst_call and name in sample.errors
     ]
     # Calls of several processes have the same numbers.
     deciding = min(worst, key=lambda sample: min(sample.errors[name].cosine), default=None)
