@@ -253,6 +253,10 @@ def _check_table(kept: Calibration, mark: str, emulate: bool, path: str) -> None
             f"{path} was measured on another model ({kept.model}, structure {kept.fingerprint}; "
             f"this one is {mark}): name another file"
         )
+    if kept.stale:
+        raise InvalidArgument(
+            f"{path} cannot be gone on from: {'; '.join(kept.stale)}; name another file"
+        )
     here = Machine.here()
     versions = dict(here.versions)
     now = replace(kept, emulated=emulate, gpu=here.gpu_name, versions=versions)

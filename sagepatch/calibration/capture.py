@@ -109,7 +109,8 @@ class LayerCalibration:
 
     def table(self, layer: PatchedLayer) -> LayerTable:
         """What was measured so far, frozen."""
-        runs = {name: tuple(those.values()) for name, those in self.runs.items()}
+        # Another thread may be taking a sample: count on copies.
+        runs = {name: tuple(those.copy().values()) for name, those in self.runs.copy().items()}
         return LayerTable(
             layer.name, layer.kind, tuple(self.rows), self.remedies, runs, self.spoilt
         )

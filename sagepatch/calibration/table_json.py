@@ -7,6 +7,7 @@ import math
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from sagepatch.backends.catalogue import BY_NAME
 from sagepatch.calibration.sample import HeadErrors, Remedy, Sample, Statistics
 from sagepatch.errors import PlanError
 
@@ -19,10 +20,17 @@ WITHOUT_REFUSALS = 1
 
 
 def rendered(calibration: Calibration) -> str:
-    """JSON text. Infinite errors are null; what follows from other fields is left out."""
-    follow = ("worst", "cosine_mean", "estimated", "names", "completed")
+    """JSON text. Infinite errors are null; what follows from other fields is left out. `kernels`
+    are the numerics versions of all that was measured.
+    """
+    follow = ("worst", "cosine_mean", "estimated", "names", "completed", "stale")
     data = asdict(calibration, dict_factory=lambda of: {n: v for n, v in of if n not in follow})
-    return json.dumps({"schema": SCHEMA, **_finite(data)}, allow_nan=False) + "\n"
+    rows = (row for layer in calibration.layers for row in layer.rows)
+    names = sorted({name for row in rows for name in row.errors})
+    kernels = {name: BY_NAME[name].numerics_version for name in names if name in BY_NAME}
+    kernels |= calibration.kernels
+    data = {"schema": SCHEMA, **_finite(data), "kernels": kernels}
+    return json.dumps(data, allow_nan=False) + "\n"
 
 
 def parsed(text: str, origin: str) -> dict[str, Any]:
@@ -52,6 +60,8 @@ def parsed(text: str, origin: str) -> dict[str, Any]:
                 str(k): None if v is None else str(v) for k, v in data["versions"].items()
             },
             "layers": [_layer(one, origin) for one in data["layers"]],
+            # Older files do not tell.
+            "kernels": {str(k): int(v) for k, v in data.get("kernels", {}).items()},
             "runs": tuple(map(str, data["runs"])),
             "run_seconds": _least(data["run_seconds"], "run_seconds", origin),
             "measuring_seconds": _least(data["measuring_seconds"], "measuring_seconds", origin),

@@ -125,6 +125,48 @@ def test_odd_numbers_are_refused_with_their_place(tmp_path, text: str, said: str
         Calibration.load(tmp_path / "t.json")
 
 
+# Once wrong: a plan solved from the file gave the kernel's present version to its old errors, and a
+# kernel that is gone ended in a KeyError.
+@pytest.mark.parametrize(
+    ("name", "version", "said"),
+    [(FAST, 7, f"{FAST} had numerics version 7"), ("triton.sage9", 1, "triton.sage9 is gone")],
+)
+def test_measurements_of_kernels_that_changed_are_left_out_and_named(
+    tmp_path, caplog, name: str, version: int, said: str
+) -> None:
+    other = "triton.sage1_b"
+    rows = tuple(
+        sample(n, {FAST: 0.9999, other: 0.9995}, us={FAST: 2.0, other: 3.0}, us_exact=9.0, run="a")
+        for n in (1, 2)
+    )
+    table = calibration(LayerTable("x", "self", rows))
+    assert table.plan().entries[0].variant == FAST
+    table.save(tmp_path / "t.json")
+    data = json.loads((tmp_path / "t.json").read_text().replace(FAST, name))
+    assert set(data["kernels"]) == {name, other}
+    data["kernels"][name] = version
+    (tmp_path / "t.json").write_text(json.dumps(data))
+    read = Calibration.load(tmp_path / "t.json")
+    assert read.plan().entries[0].variant == other
+    assert len(read.stale) == 1
+    assert read.stale[0].startswith(said)
+    assert said in caplog.text
+    # Kept again it holds what is left, and says so no more.
+    read.save(tmp_path / "again.json")
+    assert Calibration.load(tmp_path / "again.json").stale == ()
+
+
+def test_a_table_with_outdated_measurements_is_not_gone_on_from(tmp_path) -> None:
+    model, x, path = stack(), tokens(), tmp_path / "table.json"
+    with torch.no_grad():
+        sagepatch.calibrate(model, run=lambda: model(x), table=path, emulate=True)
+    data = json.loads(path.read_text())
+    data["kernels"] = dict.fromkeys(data["kernels"], 99)
+    path.write_text(json.dumps(data))
+    with pytest.raises(InvalidArgument, match=r"cannot be gone on from: emulated.* version 99"):
+        sagepatch.calibrate(model, run=lambda: model(x), table=path, emulate=True)
+
+
 class TestGoingOn:
     """A calibration in several sittings."""
 
