@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sagepatch.backends.cuda.prepass import Plan, form_of, plan_of, prepare
+from sagepatch.backends.cuda.prepass import PrepassPlan, form_of, plan_of, prepare
 from sagepatch.env import Machine
 from sagepatch.numerics.recipe import RECIPES
 from sagepatch.spec import Call
@@ -77,7 +77,7 @@ def measure(shape: Sequence[int], recipe_name: str, lse: bool) -> dict[str, floa
     elements = shape[0] * shape[3] * shape[4] * (shape[1] + 2 * shape[2])
     sets = max(2, min(8, -(-400_000_000 // (2 * elements))))
     calls = inputs(shape, sets, lse)
-    plan: Plan = plan_of(form_of(calls[0], recipe))
+    plan: PrepassPlan = plan_of(form_of(calls[0], recipe))
     room = [torch.empty(plan.scratch_bytes, dtype=torch.uint8, device="cuda") for _ in range(sets)]
 
     def both(number: int) -> None:

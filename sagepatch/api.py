@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from sagepatch.arguments import check_flags, shown
 from sagepatch.calibration.choose import check_bound
 from sagepatch.calibration.merge import check_alike, merged
 from sagepatch.calibration.pace import Pace
@@ -80,6 +81,10 @@ def apply(
     check_bound("threshold", threshold)
     if not math.isfinite(threshold):
         raise InvalidArgument(f"threshold is {threshold!r}, needs a number, usually 0.99 to 1")
+    check_flags([("strict", strict), ("emulate", emulate)])
+    _check_components(components)
+    if plan is not None and not isinstance(plan, Plan | str | os.PathLike):
+        raise InvalidArgument(f"plan is {shown(plan)}, needs a Plan or the path of one")
     if plan is not None and variant != "auto":
         raise InvalidArgument(
             "plan and variant exclude each other: a plan names each layer's variant"
@@ -159,6 +164,10 @@ def calibrate(
     >>> calibration = sagepatch.calibrate(pipe, run=lambda: pipe("a prompt"))
     >>> plan = calibration.plan(threshold=0.998)
     """
+    if prompts is not None and not isinstance(prompts, Iterable):
+        raise InvalidArgument(f"prompts is {shown(prompts)}, needs a list of them")
+    if run is not None and not callable(run):
+        raise InvalidArgument(f"run is {shown(run)}, needs a callable such as lambda: pipe(prompt)")
     if (run is None) == (not prompts):
         raise InvalidArgument("give run=<a callable> or prompts=[...], one of them")
     if isinstance(prompts, str):
@@ -186,6 +195,10 @@ def calibrate_runs(
     """`calibrate` for generations that have names: those that `table` holds are not run again. A
     run without a name ("") always runs.
     """
+    check_flags([("emulate", emulate)])
+    _check_components(components)
+    if table is not None and not isinstance(table, str | os.PathLike):
+        raise InvalidArgument(f"table is {shown(table)}, needs the path of a file")
     if disabled():
         raise MachineError("SAGEPATCH_DISABLE is set, so nothing can be measured: unset it")
     set_log_level()
@@ -240,6 +253,10 @@ def _check_table(kept: Calibration, mark: str, emulate: bool, path: str) -> None
             f"{path} was measured on another model ({kept.model}, structure {kept.fingerprint}; "
             f"this one is {mark}): name another file"
         )
+    if kept.stale:
+        raise InvalidArgument(
+            f"{path} cannot be gone on from: {'; '.join(kept.stale)}; name another file"
+        )
     here = Machine.here()
     versions = dict(here.versions)
     now = replace(kept, emulated=emulate, gpu=here.gpu_name, versions=versions)
@@ -250,6 +267,17 @@ def _check_table(kept: Calibration, mark: str, emulate: bool, path: str) -> None
             f"{path} cannot be gone on from: {error}; name another file, or follow its plan, "
             "which is timed again here"
         ) from None
+
+
+def _check_components(components: object) -> None:
+    """Refuse what are no names of a pipeline's parts; one string is told of where they are read."""
+    if components is None or isinstance(components, str):
+        return
+    if not isinstance(components, Iterable):
+        raise InvalidArgument(f"components is {shown(components)}, needs a list of names")
+    wrong = next((one for one in components if not isinstance(one, str)), None)
+    if wrong is not None:
+        raise InvalidArgument(f"components holds {shown(wrong)}, needs names of parts")
 
 
 @contextmanager

@@ -37,7 +37,10 @@ class Request:
 
     def __post_init__(self) -> None:
         name = self.variant
-        if name in ("auto", *TIERS) or name in RECIPES or name in BY_NAME:
+        # What is no string may have no hash to be looked up by.
+        if isinstance(name, str) and (
+            name in ("auto", *TIERS) or name in RECIPES or name in BY_NAME
+        ):
             return
         recipe = str(name).rpartition(".")[2]
         kernels = [known for known in BY_NAME if known.endswith(f".{recipe}")]

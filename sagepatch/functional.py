@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from sagepatch.arguments import check_flags, check_options, check_packed, check_tensors
 from sagepatch.backends.sdpa import run as run_sdpa
 from sagepatch.dispatch import Request
 from sagepatch.errors import InvalidArgument
-from sagepatch.known import recall, remember, run_layer_again, seen_of
+from sagepatch.known import learn, recall, run_layer_again, seen_of
 from sagepatch.numerics.recipe import EXACT
-from sagepatch.ops import check_rising, needs_op, serve  # registers torch.ops.sagepatch
+from sagepatch.ops import needs_op, serve  # registers torch.ops.sagepatch
 from sagepatch.spec import Call, check_devices, check_mask, check_shapes, mask_kind
 
 Layout = Literal["BHSD", "BSHD"]
@@ -146,8 +147,13 @@ def attention(
                 layout,
                 return_lse,
             )
-            known = recall(key)
-            if known is not None and (scale is None or abs(scale) < math.inf):
+            try:
+                known = recall(key)
+            except TypeError:
+                # Something in it has no hash, so it is no option; refused below.
+                key = known = None
+            usual = scale is None or (isinstance(scale, float | int) and abs(scale) < math.inf)
+            if known is not None and usual:
                 scale = known.scale if scale is None else float(scale)
                 out, lse = known.prepared(at, scale, known.form)
                 return out if lse is None else (out, lse)
@@ -157,11 +163,9 @@ def attention(
         )
     if layout not in ("BHSD", "BSHD"):
         raise InvalidArgument(f"layout is {layout!r}, needs 'BHSD' or 'BSHD'")
-    given = (("q", q), ("k", k), ("v", v), ("attn_mask", attn_mask), ("sinks", sinks))
-    for name, tensor in given:
-        if tensor is not None and (tensor.is_nested or tensor.layout is not torch.strided):
-            kind = "a nested tensor" if tensor.is_nested else f"of layout {tensor.layout}"
-            raise InvalidArgument(f"{name} is {kind}, needs a dense one; see cu_seqlens_q")
+    check_tensors([("q", q), ("k", k), ("v", v), ("attn_mask", attn_mask), ("sinks", sinks)])
+    check_tensors([("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)])
+    check_flags([("enable_gqa", enable_gqa), ("return_lse", return_lse)])
     batched = q.dim() == 4
     if not batched and layout == "BHSD" and q.dim() == k.dim() == v.dim() == 3:
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
@@ -170,7 +174,7 @@ def attention(
     check_shapes(q, k, v)
     if q.shape[1] == 0 or q.shape[3] == 0:
         raise InvalidArgument(f"q has {q.shape[1]} heads of size {q.shape[3]}, needs 1 or more")
-    _check_options(q, attn_mask, is_causal, scale, causal_offset, window, softcap, sinks)
+    check_options(q, attn_mask, is_causal, scale, causal_offset, window, softcap, sinks)
     check_devices(
         q, attn_mask=attn_mask, sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv
     )
@@ -180,7 +184,7 @@ def attention(
     if (cu_seqlens_q is None) != (cu_seqlens_kv is None):
         raise InvalidArgument("cu_seqlens_q and cu_seqlens_kv go together")
     if cu_seqlens_q is not None and cu_seqlens_kv is not None:
-        _check_packed(q, k, attn_mask, cu_seqlens_q, cu_seqlens_kv)
+        check_packed(q, k, attn_mask, cu_seqlens_q, cu_seqlens_kv)
     Request(variant)
     offset = (causal_offset or 0) if is_causal or window is not None else None
     call = Call(
@@ -200,7 +204,7 @@ def attention(
     )
     out, lse = run(call, variant=variant)
     if key is not None:
-        remember(key, call, variant, batched)
+        learn(key, call, variant, batched)
     if layout == "BSHD":
         out = out.transpose(1, 2)
     if not batched:
@@ -293,73 +297,3 @@ def autocast(call: Call) -> Call:
     assert k is not None
     assert v is not None
     return replace(call, q=q, k=k, v=v, attn_mask=cast(call.attn_mask))
-
-
-def _check_options(
-    q: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    causal_offset: int | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> None:
-    if is_causal and attn_mask is not None:
-        raise InvalidArgument(
-            "is_causal and attn_mask exclude each other, as in SDPA: fold one into the other"
-        )
-    # torch's SDPA turns a scale of NaN into zeros.
-    if scale is not None and not abs(scale) < math.inf:
-        raise InvalidArgument(f"scale={scale} must be finite")
-    if causal_offset is not None and not is_causal:
-        raise InvalidArgument(f"causal_offset={causal_offset} needs is_causal=True")
-    for name, value in (("causal_offset", causal_offset), ("window", window)):
-        if value is not None and not _whole(value):
-            raise InvalidArgument(f"{name}={value!r} must be a whole number of 64 bits")
-    if window is not None and window < 1:
-        raise InvalidArgument(
-            f"window={window} must keep at least the token itself: pass 1 or more"
-        )
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise InvalidArgument(f"softcap={softcap} must be positive and finite")
-    if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
-        raise InvalidArgument(
-            f"sinks has shape {tuple(sinks.shape)}, needs one value a query head: ({q.shape[1]},)"
-        )
-
-
-def _whole(value: object) -> bool:
-    if isinstance(value, torch.SymInt):
-        return True
-    return isinstance(value, int) and abs(value) < 1 << 63
-
-
-def _check_packed(
-    q: Tensor, k: Tensor, attn_mask: Tensor | None, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor
-) -> None:
-    if attn_mask is not None:
-        raise InvalidArgument(
-            "a packed call takes no attn_mask: its members are separated by cu_seqlens"
-        )
-    if q.shape[0] != 1:
-        raise InvalidArgument(f"a packed call has batch 1, found {q.shape[0]}")
-    for name, offsets, total in (
-        ("cu_seqlens_q", cu_seqlens_q, q.shape[2]),
-        ("cu_seqlens_kv", cu_seqlens_kv, k.shape[2]),
-    ):
-        if offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64):
-            raise InvalidArgument(
-                f"{name} must be one row of int32 or int64, "
-                f"found {offsets.dtype} of {tuple(offsets.shape)}"
-            )
-        if offsets.numel() < 2:
-            raise InvalidArgument(f"{name} needs at least two entries, found {offsets.numel()}")
-        # What is fake or traced holds no numbers yet; the op looks again.
-        if type(offsets) is Tensor and not torch.compiler.is_compiling():
-            check_rising(name, offsets, total)
-    if cu_seqlens_q.numel() != cu_seqlens_kv.numel():
-        raise InvalidArgument(
-            f"cu_seqlens_q and cu_seqlens_kv describe {cu_seqlens_q.numel() - 1} "
-            f"and {cu_seqlens_kv.numel() - 1} members"
-        )

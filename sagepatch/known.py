@@ -41,6 +41,9 @@ class Known(NamedTuple):
 
 
 _KNOWN: Bounded[tuple[Any, ...], Known] = Bounded(MOST_KNOWN)
+# How often calls with a key were looked at in vain: most of those that are not known after the
+# first never will be, and looking costs more than the rest that a call on a CPU takes.
+_TRIED: Bounded[tuple[Any, ...], int] = Bounded(MOST_KNOWN)
 
 
 def seen_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Addresses, Look] | None:
@@ -80,10 +83,18 @@ def recall(key: tuple[Any, ...]) -> Known | None:
     return _KNOWN.get(key)
 
 
-def remember(key: tuple[Any, ...], call: Call, variant: str, batched: bool) -> None:
-    """Keep how `call` was served, where its kernel can be launched again as it was."""
+def learn(key: tuple[Any, ...], call: Call, variant: str, batched: bool) -> None:
+    """Keep how `call` was served, where its kernel can be launched again as it was. Where it
+    cannot, only the 1st, 2nd, 4th, 8th ... call with its key is looked at.
+    """
+    tried = _TRIED.get(key, 0) + 1
+    _TRIED[key] = tried
+    if tried & (tried - 1):
+        return
     spec = call.spec()
     if capturing(spec):
+        # It says nothing of calls outside a graph.
+        _TRIED.pop(key, None)
         return
     chosen = chosen_for(spec, variant)
     prepared = find(chosen.toolchain, call, chosen.recipe)
@@ -94,6 +105,7 @@ def remember(key: tuple[Any, ...], call: Call, variant: str, batched: bool) -> N
         if not batched:
             form = form.without_batch()
         _KNOWN[key] = Known(prepared, 1 / math.sqrt(call.q.shape[3]), form)
+        _TRIED.pop(key, None)
 
 
 def run_layer_again(call: Call, handle: Tensor) -> tuple[Tensor, Tensor | None] | None:

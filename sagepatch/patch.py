@@ -145,6 +145,7 @@ class Patch:
             emulated=self.policy.emulate,
             warnings=self._all_warnings(),
             table=self.calibration(),
+            in_force=not self.restored,
         )
 
     def replaced(self) -> dict[str, str]:

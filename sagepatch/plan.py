@@ -5,18 +5,18 @@ JSON.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sagepatch.errors import InvalidArgument, MachineError, PlanError
 from sagepatch.numerics.recipe import RECIPES
+from sagepatch.plan_values import first, is_of, quoted, typed
 from sagepatch.spec import AttnSpec
 
 SCHEMA = 3
@@ -24,8 +24,6 @@ SCHEMA = 3
 DEFAULT_THRESHOLD = 0.998
 # What a layer attends to: its own sequence, another one, both in one.
 KINDS = ("self", "cross", "joint")
-# Characters of one value in a sentence; a layer's path has some 60.
-_MOST_SHOWN = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +143,7 @@ class Plan:
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.threshold):
+        if not is_of(self.threshold, "float"):
             raise InvalidArgument(f"threshold is {self.threshold!r}, needs a number")
 
     def to_json(self) -> str:
@@ -176,16 +174,16 @@ class Plan:
         entries = data.pop("entries", None)
         if not isinstance(entries, list):
             raise PlanError(f"{origin} has no list of entries")
-        values = _typed(cls, data, origin, skip={"entries"})
-        rows = tuple(_entry(entry, origin) for entry in entries)
+        values = typed(cls, data, origin, skip={"entries"})
+        rows = tuple(_entry(entry, _told(entry, origin, n)) for n, entry in enumerate(entries, 1))
         for name in (name for row in rows for name in row.named):
             toolchain, _, recipe = name.rpartition(".")
             if not toolchain or recipe not in RECIPES:
-                raise PlanError(f"{origin} names variant {_shown(name)}, which does not exist")
+                raise PlanError(f"{origin} names variant {quoted(name)}, which does not exist")
         counts = Counter(row.site for row in rows)
         twice = sorted(name for name, count in counts.items() if count > 1)
         if twice:
-            raise PlanError(f"{origin} names a layer twice: {_first(twice)}")
+            raise PlanError(f"{origin} names a layer twice: {first(twice)}")
         return cls(entries=rows, **values)
 
     def check(self, fingerprint: str, sites: Iterable[str]) -> None:
@@ -194,7 +192,7 @@ class Plan:
         if unknown:
             raise PlanError(
                 f"the plan for {self.model} names {len(unknown)} layers "
-                f"that this model has not: {_first(unknown)}"
+                f"that this model has not: {first(unknown)}"
             )
         if fingerprint != self.fingerprint:
             raise PlanError(
@@ -317,16 +315,25 @@ def _from_2(data: dict[str, Any]) -> dict[str, Any]:
 _UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _from_1, 2: _from_2}
 
 
+def _told(data: Any, origin: str, number: int) -> str:
+    """Where a sentence about one entry has to send its reader."""
+    site = data.get("site") if isinstance(data, dict) else None
+    return f"{origin}, entry {number}" + (f" ({first([site])})" if isinstance(site, str) else "")
+
+
 def _entry(data: Any, origin: str) -> PlanEntry:
     """One entry of a plan; its ranges must follow one another from 0 to 1."""
     given = isinstance(data, dict) and "ranges" in data
-    values = _typed(PlanEntry, data, origin, skip={"ranges"} if given else frozenset())
+    values = typed(PlanEntry, data, origin, skip={"ranges"} if given else frozenset())
     if values["kind"] not in KINDS:
-        raise PlanError(f"{origin}: kind is {_shown(values['kind'])}, needs {', '.join(KINDS)}")
+        raise PlanError(f"{origin}: kind is {quoted(values['kind'])}, needs {', '.join(KINDS)}")
     listed = data["ranges"]
     if not isinstance(listed, list):
         raise PlanError(f"{origin}: ranges is {listed!r}, needs a list")
-    ranges = tuple(PlanRange(**_typed(PlanRange, part, origin)) for part in listed)
+    ranges = tuple(
+        PlanRange(**typed(PlanRange, part, f"{origin}, range {number}"))
+        for number, part in enumerate(listed, 1)
+    )
     ends = [0.0, *(part.end for part in ranges)]
     starts = [*(part.start for part in ranges), 1.0]
     rising = all(part.start < part.end for part in ranges)
@@ -337,54 +344,3 @@ def _entry(data: Any, origin: str) -> PlanEntry:
             "they must follow one another from 0 to 1"
         )
     return PlanEntry(**{**values, "ranges": ranges})
-
-
-def _typed(cls: type, data: Any, origin: str, skip: frozenset[str] | set[str] = frozenset()) -> Any:
-    """The values of a JSON object, each of the type its field declares; nothing missing, nothing
-    unknown.
-    """
-    if not isinstance(data, dict):
-        raise PlanError(f"{origin} holds {type(data).__name__} where an object is needed")
-    declared = {field.name: str(field.type) for field in fields(cls) if field.name not in skip}
-    unknown = sorted(set(data) - set(declared) - skip)
-    if unknown:
-        raise PlanError(f"{origin} has unknown fields: {_first(unknown)}")
-    missing = sorted(set(declared) - set(data))
-    if missing:
-        raise PlanError(f"{origin} lacks the fields {', '.join(missing)}")
-    for name, kind in declared.items():
-        if not _is(data[name], kind):
-            needed = "a list of strings" if kind.startswith("tuple") else kind
-            raise PlanError(f"{origin}: {name} is {_shown(data[name])}, needs {needed}")
-    return {name: tuple(v) if isinstance(v, list) else v for name, v in data.items()}
-
-
-def _shown(value: object) -> str:
-    """A value from a file in an error's sentence: as Python writes it, as far as it can be read."""
-    text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
-
-
-def _first(names: Sequence[str]) -> str:
-    """The first three of some names from a file."""
-    shown = (name if len(name) <= _MOST_SHOWN else f"{name[:_MOST_SHOWN]}..." for name in names[:3])
-    return ", ".join(shown) + (" ..." if len(names) > 3 else "")
-
-
-def _is(value: Any, kind: str) -> bool:
-    if value is None:
-        return "None" in kind
-    if isinstance(value, bool):
-        return kind == "bool"
-    if isinstance(value, list):
-        return kind.startswith("tuple") and all(isinstance(item, str) for item in value)
-    if isinstance(value, dict):
-        items = kind.removeprefix("dict[str, ").removesuffix("]")
-        return kind.startswith("dict") and all(_is(item, items) for item in value.values())
-    if kind.startswith("float"):
-        # A whole number may be too large for a float, which it would become somewhere.
-        wide = isinstance(value, int) and abs(value) >= 1 << 63
-        return isinstance(value, int | float) and not wide and math.isfinite(value)
-    if kind.startswith("int"):
-        return isinstance(value, int) and abs(value) < 1 << 63
-    return kind.startswith("str") and isinstance(value, str)

@@ -66,6 +66,9 @@ class Schedule:
         """Calls of this thread or task meanwhile belong to step `step` (from 0) of `steps`: for
         loops of one's own. Around a pipeline it wins over the pipeline's own loop.
         """
+        for name, value in (("step", step), ("steps", steps)):
+            if isinstance(value, str) or not hasattr(value, "__float__"):
+                raise InvalidArgument(f"{name} is {value!r}, needs a whole number")
         if not 0 <= step < steps:
             raise InvalidArgument(f"step {step} of {steps}: needs a step from 0 to {steps - 1}")
         mine = self, Place(step, steps)

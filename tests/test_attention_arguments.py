@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from models.layers import call
@@ -70,3 +71,38 @@ def test_names_that_no_kernel_has_are_refused_with_those_there_are(name) -> None
     with pytest.raises(UnknownVariant, match="no such name; give ") as caught:
         sagepatch.attention(q, k, v, variant=name)
     assert ("emulated.sage2_8b" in str(caught.value)) == (name == "cuda_mma.sage2_8b")
+
+
+# Once wrong: a bare TypeError or AttributeError, from a look-up or from deep inside.
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("variant", value) for value in (["fast"], {"fast"}, {"a": 1})),
+        *((name, ["x"]) for name in ("layout", "window", "causal_offset", "softcap", "scale")),
+        *((name, "1") for name in ("window", "causal_offset", "softcap", "scale", "dropout_p")),
+        *((name, []) for name in ("is_causal", "return_lse", "enable_gqa", "dropout_p")),
+        *((name, "no") for name in ("is_causal", "return_lse", "enable_gqa")),
+        *((name, [[1.0]]) for name in ("q", "k", "v", "attn_mask", "sinks", "cu_seqlens_q")),
+    ],
+)
+def test_arguments_of_a_wrong_kind_are_refused_by_name(name: str, value) -> None:
+    q, k, v = qkv()
+    given = {"q": q, "k": k, "v": v}
+    if name == "causal_offset":
+        given["is_causal"] = True
+    given[name] = value
+    kind = UnknownVariant if name == "variant" else InvalidArgument
+    with pytest.raises(kind, match=name):
+        sagepatch.attention(**given)
+    with pytest.raises(kind, match=name):
+        sagepatch.attention(**given)
+
+
+def test_numbers_of_other_libraries_are_numbers() -> None:
+    q, k, v = qkv()
+    want = sagepatch.attention(q, k, v, scale=0.25, softcap=2.0)
+    for number in (np.float32, np.float64, torch.tensor):
+        out = sagepatch.attention(q, k, v, scale=number(0.25), softcap=float(number(2.0)))
+        assert torch.equal(out, want)
+    want = sagepatch.attention(q, k, v, is_causal=True)
+    assert torch.equal(sagepatch.attention(q, k, v, is_causal=np.bool_(True)), want)

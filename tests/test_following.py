@@ -168,7 +168,7 @@ class TestAnotherGpu:
         on_gpu(monkeypatch)
         self.speeds = {"exact": 100.0, "quantised": 50.0}
 
-        def us(watch, variant, given, spec, again=True) -> float:
+        def us(watch, variant, given, spec, again=True, layer="") -> float:
             return self.speeds["exact" if variant is SDPA else "quantised"]
 
         monkeypatch.setattr(measuring.Stopwatch, "us", us)
@@ -244,7 +244,7 @@ class TestKept:
     def gpu(self, monkeypatch) -> None:
         on_gpu(monkeypatch)
 
-        def us(watch, variant, given, spec, again=True) -> float:
+        def us(watch, variant, given, spec, again=True, layer="") -> float:
             return 100.0 if variant is SDPA else 50.0
 
         monkeypatch.setattr(measuring.Stopwatch, "us", us)

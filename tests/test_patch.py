@@ -40,6 +40,10 @@ def test_a_patch_in_one_line() -> None:
     assert repr(patch) == "<Patch of Sequential: 4 layers, 4 quantised, locked>"
     patch.restore()
     assert repr(patch) == "<Patch of Sequential: 4 layers, 4 quantised, restored>"
+    assert not patch.report().in_force
+    with patch:
+        assert patch.report().in_force
+    assert "taken back" in str(patch.report()).splitlines()[0]
 
 
 # case 33

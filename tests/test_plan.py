@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import fields, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from sagepatch.errors import MachineError, PlanError
 from sagepatch.plan import SCHEMA, Plan, PlanEntry, PlanRange, alike
+from sagepatch.plan_values import _BOUNDS
 from sagepatch.spec import AttnSpec, MaskKind
 
 ROOT = Path(__file__).parent.parent
@@ -84,6 +86,63 @@ def test_every_value_is_checked(changes, said: str) -> None:
     entry = json.loads(PLAN.to_json())["entries"][0]
     with pytest.raises(PlanError, match=re.escape(said)):
         Plan.from_json(broken(entries=[{**entry, **changes}]))
+
+
+# Once wrong: all but NaN and infinity were read, and shown or weighed as they were.
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        *(({name: -1.0}, f"{name} is -1.0, needs 0 or more") for name in ("us_exact", "us_chosen")),
+        *(({name: math.inf}, f"{name} is inf, needs a finite number") for name in ("us_exact",)),
+        *(({name: -0.1}, f"{name} is -0.1, needs 0 or more") for name in ("rel_l1", "rmse")),
+        *(({name: -9}, f"{name} is -9, needs 0 or more") for name in ("norm_ratio", "samples")),
+        *(({name: -1}, f"{name} is -1, needs 0 or more") for name in ("worst_head", "worst_call")),
+        *(({name: -1}, f"{name} is -1, ") for name in ("max_abs_v", "k_offset", "q_outlier")),
+        ({"numerics_version": -1}, "numerics_version is -1, needs 0 or more"),
+        ({"cosine": 1.5}, "cosine is 1.5, needs -1 to 1"),
+        ({"cosine_mean": -2}, "cosine_mean is -2, needs -1 to 1"),
+        ({"p_entropy": 3.0}, "p_entropy is 3.0, needs 0 to 1"),
+        ({"alternatives": {"triton.sage1_b": -1}}, "alternatives has -1 for triton.sage1_b"),
+    ],
+    ids=lambda x: str(x)[:30],
+)
+def test_odd_numbers_are_refused_with_their_field_and_entry(changes, said: str) -> None:
+    entry = json.loads(PLAN.to_json())["entries"][0]
+    second = {**entry, "site": "blocks.7.attn", **changes}
+    with pytest.raises(PlanError) as caught:
+        Plan.from_json(broken(entries=[entry, second]), "p.json")
+    assert str(caught.value).startswith(f"p.json, entry 2 (blocks.7.attn): {said}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"end": 1.5}, "end is 1.5, needs 0 to 1"),
+        ({"start": -0.25}, "start is -0.25, needs 0 to 1"),
+        ({"start": math.nan}, "start is nan, needs a finite number"),
+        ({"us_chosen": -3.0}, "us_chosen is -3.0, needs 0 or more"),
+        ({"cosine": -7}, "cosine is -7, needs -1 to 1"),
+        ({"alternatives": {"triton.sage1_b": -1}}, "alternatives has -1 for triton.sage1_b"),
+    ],
+    ids=lambda x: str(x)[:30],
+)
+def test_odd_numbers_of_a_range_are_refused_with_its_number(changes, said: str) -> None:
+    entry = json.loads(replace(PLAN, entries=(RANGED,)).to_json())["entries"][0]
+    entry["ranges"][1] |= changes
+    with pytest.raises(PlanError) as caught:
+        Plan.from_json(broken(entries=[entry]), "p.json")
+    assert str(caught.value).startswith(f"p.json, entry 1 ({RANGED.site}), range 2: {said}")
+
+
+def test_numbers_at_their_bounds_are_read() -> None:
+    entry = json.loads(PLAN.to_json())["entries"][0]
+    for changes in (
+        {"cosine": -1, "cosine_mean": 1.0000001, "p_entropy": 1.0000002, "norm_ratio": 0},
+        {"cosine": 1, "p_entropy": -1e-8, "us_exact": 0.0, "samples": 0, "worst_head": 0},
+        {"rel_l1": 1e30, "k_offset": 1e300, "q_outlier": 0.0, "numerics_version": 0},
+    ):
+        made = Plan.from_json(broken(entries=[{**entry, **changes}])).entries[0]
+        assert {name: getattr(made, name) for name in changes} == changes
 
 
 def test_a_plan_of_schema_1_upgrades() -> None:
@@ -218,6 +277,10 @@ def test_the_published_schema_is_what_is_read() -> None:
     kinds = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
     every = [(entry, field) for field in fields(PlanEntry)]
     for owner, field in (*every, *((part, field) for field in fields(PlanRange))):
+        least, most = _BOUNDS.get(field.name, (None, None))
+        bounds = owner["properties"][field.name]
+        assert bounds.get("minimum") == least, field.name
+        assert bounds.get("maximum") == (None if most == math.inf else most), field.name
         described = owner["properties"][field.name]["type"]
         base, _, optional = str(field.type).partition(" | ")
         json_type = kinds.get(base, "array" if base.startswith("tuple") else "object")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from sagepatch.backends import driver
 from sagepatch.backends.driver import THREAD, enter, launcher
-from sagepatch.backends.frame import Frame, Plan
+from sagepatch.backends.frame import Frame, FramePlan
 from sagepatch.backends.links import Link
 
 
@@ -16,11 +16,11 @@ class Chain:
     """Launches of one kind of call, in order. Any thread may call it."""
 
     def __init__(self, links: Sequence[Link], values: str) -> None:
-        """`values`: what a call brings, as `frame.Plan` spells it. Raises ValueError or
+        """`values`: what a call brings, as `frame.FramePlan` spells it. Raises ValueError or
         struct.error where arguments do not fit their signature.
         """
         self.links = tuple(links)
-        self._plan = Plan(self.links, values)
+        self._plan = FramePlan(self.links, values)
         # Parameters are copied by the driver before a launch returns: memory of one call serves the
         # next. Popping and appending are atomic.
         self._free: list[Frame] = []

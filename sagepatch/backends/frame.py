@@ -104,7 +104,7 @@ class _Images:
         return found
 
 
-class Plan:
+class FramePlan:
     """How the parameters of a chain lie in memory.
 
     First cells of 8 bytes, the values of a call as they come, however many kernels take them. Then
@@ -165,7 +165,7 @@ class Frame:
     in which cuLaunchKernelEx takes them.
     """
 
-    def __init__(self, links: Sequence[Link], plan: Plan) -> None:
+    def __init__(self, links: Sequence[Link], plan: FramePlan) -> None:
         self.values: tuple[int | float, ...] | None = None
         self.stream: int | None = None
         self.launches: list[tuple[int, int, int]] = []

@@ -109,7 +109,8 @@ class LayerCalibration:
 
     def table(self, layer: PatchedLayer) -> LayerTable:
         """What was measured so far, frozen."""
-        runs = {name: tuple(those.values()) for name, those in self.runs.items()}
+        # Another thread may be taking a sample: count on copies.
+        runs = {name: tuple(those.copy().values()) for name, those in self.runs.copy().items()}
         return LayerTable(
             layer.name, layer.kind, tuple(self.rows), self.remedies, runs, self.spoilt
         )
@@ -138,6 +139,7 @@ class LayerCalibration:
         """Take a sample; False where it teaches nothing, as the exact output is not finite."""
         with self.pace.measuring(place, call.q.device) as timing:
             row = self._measured(layer, call, exact, place, timing)
+            timing.spoilt = row is None
         if row is None:
             return False
         for name in (SDPA.name, *row.errors):
@@ -166,11 +168,16 @@ class LayerCalibration:
         us_exact = None
         if timed:
             again = self.costs.admits_timing(self.pace.room(place, timing), spec)
+            fits = False
             with timing.running(), self.costs.counting("timing", spec):
-                us_exact = self.stopwatch.us(SDPA, call, spec, again)
-                for variant in tried:
+                with only_this_one(layer, SDPA, spec):
+                    us_exact = self.stopwatch.us(SDPA, call, spec, again, layer=layer.name)
+                    fits = True
+                # What cannot be compared with exact attention's time is not chosen.
+                for variant in tried if fits else ():
                     with only_this_one(layer, variant, spec):
-                        times[variant.name] = self.stopwatch.us(variant, call, spec, again)
+                        us = self.stopwatch.us(variant, call, spec, again, layer=layer.name)
+                        times[variant.name] = us
         serving = [v for v in tried if v.name in times] if timed else tried
         order = by_use(serving, times, us_exact)
         room = self.pace.room(place, timing) if timed else math.inf

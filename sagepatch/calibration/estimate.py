@@ -37,7 +37,7 @@ def eligible(rows: Sequence[Sample]) -> tuple[str, ...]:
     return (*known, *sorted(found.difference(known)))
 
 
-def filled(rows: Sequence[Sample], names: Sequence[str]) -> tuple[Sample, ...]:
+def completed(rows: Sequence[Sample], names: Sequence[str]) -> tuple[Sample, ...]:
     """The samples with errors of all these candidates, estimated where they were not measured."""
     if all(name in row.errors for row in rows for name in names):
         return tuple(rows)

@@ -18,6 +18,7 @@ from sagepatch.calibration.pieces import rows_of, spans, taken
 from sagepatch.calibration.sample import HeadErrors
 from sagepatch.calibration.timing import CallTime, call_time
 from sagepatch.dispatch import Request
+from sagepatch.errors import KernelUnavailable
 from sagepatch.layer import PatchedLayer, Policy
 from sagepatch.numerics.metrics import Metrics, compare
 from sagepatch.ops import run_layer, run_variant
@@ -145,6 +146,20 @@ class _Timed(PatchedLayer):
         self.spoiled = self.spoiled or verdict is not None
 
 
+class Failed(NamedTuple):
+    """How a kernel could not serve: not at all here, or for want of memory; and what was said."""
+
+    unavailable: bool
+    why: str
+
+
+def _recalled(apart: CallTime | Failed) -> float:
+    """What was remembered of one layer alone: its time, or the error again."""
+    if isinstance(apart, CallTime):
+        return apart.us
+    raise (KernelUnavailable if apart.unavailable else torch.OutOfMemoryError)(apart.why)
+
+
 class Stopwatch:
     """Times of kernels by kind of call, shared by the layers of one patch. Thread-safe.
 
@@ -152,19 +167,35 @@ class Stopwatch:
     for all layers with such calls: timing costs a few calls a kernel, not a few a layer. A kernel
     is timed as a patched layer with this policy runs it, guard and all; exact attention, which such
     layers leave to torch, without one.
+
+    What says nothing of other layers is remembered for the one that asked, which does not try
+    again: a kernel that could not serve, and one that the guard had to do over, as its output was
+    not finite.
     """
 
     def __init__(self, policy: Policy | None = None) -> None:
         self._times: dict[AttnSpec, dict[str, list[CallTime]]] = {}
+        # By kind of call, kernel and layer.
+        self._apart: dict[tuple[AttnSpec, str, str], CallTime | Failed] = {}
         self._policy = policy or Policy()
         self._layer: _Timed | None = None
         self._lock = threading.Lock()
 
-    def us(self, variant: Variant, call: Call, spec: AttnSpec, again: bool = True) -> float | None:
+    def us(
+        self,
+        variant: Variant,
+        call: Call,
+        spec: AttnSpec,
+        again: bool = True,
+        *,
+        layer: str = "",
+    ) -> float | None:
         """Microseconds of `variant` on calls like `call`, of the GPU or of the host, whichever
         takes longer; None where nothing can be timed. A second time, and more carefully, where it
         may be the fastest, unless `again` is false; exact attention, which all are compared with,
-        always with care.
+        always with care. `layer` names who asks.
+
+        Raises `KernelUnavailable` or `torch.OutOfMemoryError` where the kernel cannot serve.
         """
         timer = TIMERS.get(spec.device)
         if timer is None:
@@ -173,17 +204,33 @@ class Stopwatch:
             times = self._times.setdefault(spec, {})
             taken = times.setdefault(variant.name, [])
             if not taken or (again and len(taken) < ROUNDS and self._close(times, variant.name)):
-                layer = self._serving(variant, call)
-                run = partial(run_variant, SDPA, call)
-                if layer is not None:
-                    run = partial(run_layer, layer, call)
-                found = timer(run, call.q.device, layer is None or bool(taken))
-                if layer is not None:
-                    layer.ask_guards()
-                    if layer.spoiled:
-                        return found.us
-                taken.append(found)
+                who = spec, variant.name, layer
+                if who not in self._apart:
+                    taken += self._timed(variant, call, who, timer, bool(taken))
+                if not taken:
+                    return _recalled(self._apart[who])
             return min(one.us for one in taken)
+
+    def _timed(
+        self, variant: Variant, call: Call, who: tuple[AttnSpec, str, str], timer: Timer, care: bool
+    ) -> list[CallTime]:
+        """A new time; none where it says nothing of other layers: that is remembered apart."""
+        try:
+            layer = self._serving(variant, call)
+            run = partial(run_variant, SDPA, call)
+            if layer is not None:
+                run = partial(run_layer, layer, call)
+            found = timer(run, call.q.device, layer is None or care)
+        except (KernelUnavailable, torch.OutOfMemoryError) as error:
+            # Not the exception itself, whose frames hold the tensors of the call.
+            self._apart[who] = Failed(isinstance(error, KernelUnavailable), str(error))
+            raise
+        if layer is not None:
+            layer.ask_guards()
+            if layer.spoiled:
+                self._apart[who] = found
+                return []
+        return [found]
 
     def host_us(self, variant: Variant, spec: AttnSpec) -> float | None:
         """Microseconds of the host alone for such a call, None where it was not timed."""

@@ -47,6 +47,7 @@ def merged(calibrations: Sequence[Calibration]) -> Calibration:
         run_seconds=sum(one.run_seconds for one in calibrations),
         measuring_seconds=sum(one.measuring_seconds for one in calibrations),
         preparing_seconds=sum(one.preparing_seconds for one in calibrations),
+        stale=tuple(dict.fromkeys(told for one in calibrations for told in one.stale)),
     )
 
 

@@ -38,11 +38,12 @@ def power_of_two(number: int) -> bool:
 class _Generation:
     """One walk through a schedule, and the account of measuring on it.
 
-    `first` and `last` are the steps seen, `since` the run's own clock at the first of them.
-    `costs` is what measuring each step took without timing kernels, `decided` whether it is
-    measured, `taken` how many samples it gave; `spent` all that measuring took, `diagnosing` the
-    search for remedies. `own_seconds` is what the whole walk will take without measuring, 0 if
-    unknown; `anchor` and `latest` the own clock at the first sample and at the last one.
+    `first` and `last` are the steps seen, `since` the run's own clock at the first of them. `costs`
+    is what measuring each step took without timing kernels, `decided` whether it is measured,
+    `looked` how many calls of it were, `taken` how many samples they gave; `spent` all that
+    measuring took, `diagnosing` the search for remedies. `own_seconds` is what the whole walk will
+    take without measuring, 0 if unknown; `anchor` and `latest` the own clock at the first call
+    measured and at the last one.
     """
 
     first: int
@@ -50,6 +51,7 @@ class _Generation:
     last: int = 0
     costs: dict[int, float] = field(default_factory=dict)
     decided: dict[int, bool] = field(default_factory=dict)
+    looked: Counter[int] = field(default_factory=Counter)
     taken: Counter[int] = field(default_factory=Counter)
     between: frozenset[int] | None = None
     spent: float = 0.0
@@ -67,8 +69,10 @@ class Pace:
     """One clock for all layers of a calibration: which steps are measured, and what that took.
 
     The first and the last step of each walk through a schedule are always measured; of the steps
-    between those of `sections.sampled_steps` that the walk's own time pays for. Compiling and
-    checking kernels, which a machine does once, is left out of that account. Thread-safe.
+    between those of `sections.sampled_steps` that `SHARE` of the walk's own time pays for. Where no
+    call of the first one was a sample, the next of them takes its place, if that time pays for it.
+    Compiling and checking kernels, which a machine does once, is left out of that account.
+    Thread-safe.
 
     `held` are the places in the schedule of samples taken before: others are measured rather.
     `layers`, how many layers are measured, lets `room` divide the account among them; 0 does not.
@@ -141,13 +145,12 @@ class Pace:
                     own = self._own_clock() - walk.since
                     walk.own_seconds = own / (place.step - walk.first) * place.steps
                 known = walk.decided[place.step] = _admits(walk, place, self._held)
-                self._held[_section(place.step, place.steps)] += known
             return known
 
     @contextmanager
     def measuring(self, place: Place | None, device: torch.device) -> Iterator[Timing]:
         """Count what happens meanwhile as measuring, not as the run; what the GPU still has to do
-        of the run is waited for first.
+        of the run is waited for first. No sample is taken where it raises or the timing is told so.
         """
         if device.type == "cuda":
             self._gpus.add(device)
@@ -156,10 +159,13 @@ class Pace:
         timing, before = Timing(self._clock), walk.diagnosing
         with self._lock:
             walk.latest = timing.started - self._spent
-            if not walk.taken:
+            if not walk.looked:
                 walk.anchor = walk.latest
         try:
             yield timing
+        except BaseException:
+            timing.spoilt = True
+            raise
         finally:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -171,7 +177,11 @@ class Pace:
                 walk.spent += took
                 self.measuring_seconds += took
                 if place is not None:
-                    walk.taken[place.step] += 1
+                    walk.looked[place.step] += 1
+                    if not timing.spoilt:
+                        # A step counts once for its section, however many layers it has.
+                        self._held[_section(place.step, place.steps)] += not walk.taken[place.step]
+                        walk.taken[place.step] += 1
                     cost = took - timing.seconds - (walk.diagnosing - before)
                     walk.costs[place.step] = walk.costs.get(place.step, 0.0) + cost
 
@@ -225,11 +235,11 @@ class Pace:
 
     def _own(self, walk: _Generation, place: Place) -> float:
         """What a whole walk will take without measuring, 0 where nobody knows."""
-        taken = walk.taken[place.step]
-        if walk.own_seconds or not taken:
+        looked = walk.looked[place.step]
+        if walk.own_seconds or not looked:
             return walk.own_seconds
         # In the first step: as long as from layer to layer until now.
-        return (walk.latest - walk.anchor) / taken * self.layers * place.steps
+        return (walk.latest - walk.anchor) / looked * self.layers * place.steps
 
     def _own_clock(self) -> float:
         """Seconds of the run without its measuring."""
@@ -258,9 +268,12 @@ def _admits(walk: _Generation, place: Place, held: Mapping[int, int]) -> bool:
         return False
     cost = max(min(walk.costs.values()), 1e-9)
     # Besides the last one.
-    affordable = int((walk.own_seconds - walk.spent) / cost) - 1
+    affordable = int((SHARE * walk.own_seconds - walk.spent) / cost) - 1
+    if not walk.taken:
+        # It takes the place of the first one, which gave no sample.
+        return affordable > 0
     if walk.between is None:
-        left = [walk.first, *(step for step in wanted if step >= place.step)]
+        left = [min(walk.taken), *(step for step in wanted if step >= place.step)]
         samples = {step: held.get(_section(step, place.steps), 0) for step in left}
         walk.between = spread(left, affordable, samples)
     return affordable > 0 and place.step in walk.between
@@ -290,12 +303,13 @@ def spread(
 class Timing:
     """One sample being taken: since when, and how much of it went into timing kernels, done once
     for a kind of call and not in every step, and into making them ready (compiled and checked),
-    done once on a machine.
+    done once on a machine. `spoilt`: it turned out to be none, as its outputs were not finite.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.seconds = 0.0
         self.prepared = 0.0
+        self.spoilt = False
         self.started = clock()
         self._clock = clock
 

@@ -60,7 +60,7 @@ def solved(
                     f"time_us needs measured times, and layers such as {layer.site} have none: "
                     "calibrate on a GPU, or pass budget or threshold"
                 )
-    found = [cells(layer.filled, by_step) for layer in table.layers]
+    found = [cells(layer.completed, by_step) for layer in table.layers]
     # Parts without own samples cost nothing and are filled in from their neighbours.
     groups = []
     summaries = [layer.candidates for layer in table.layers]
@@ -107,7 +107,7 @@ def entry_at(layer: LayerTable, threshold: float, *, by_step: bool = True) -> Pl
     """This layer's entry at `threshold`: in each part of the schedule the fastest kernel that is
     accurate enough there.
     """
-    rows = layer.filled
+    rows = layer.completed
     parts = cells(rows, by_step and layer.samples >= FEWEST_SAMPLES)
     found, times = layer.candidates, Times(rows)
 

@@ -75,7 +75,7 @@ class TimeAgain:
         spec = call.spec()
         us_exact = None
         with only_this_one(layer, SDPA, spec):
-            us_exact = self.stopwatch.us(SDPA, call, spec)
+            us_exact = self.stopwatch.us(SDPA, call, spec, layer=layer.name)
         if us_exact is None:
             return run_exact(call)
         self.settle(layer, self._timed(layer, call, spec, us_exact))
@@ -90,7 +90,7 @@ class TimeAgain:
         for variant in (*tried, SDPA, *tried):
             us = None
             with only_this_one(layer, variant, spec):
-                us = self.stopwatch.us(variant, call, spec)
+                us = self.stopwatch.us(variant, call, spec, layer=layer.name)
             if us is not None:
                 times[variant.name] = us
         ranges = tuple(_fastest(part, times) for part in entry.ranges)

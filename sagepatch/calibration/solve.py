@@ -26,7 +26,7 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Exchange:
     """One exchange on the way from exact to fastest: `layer` takes `option`, which adds `added` to
     the sum of squared errors and saves `saved`.
     """
@@ -47,7 +47,7 @@ def combined(errors: Sequence[float]) -> float:
     return math.sqrt(sum(error * error for error in errors))
 
 
-def steps(layers: Sequence[Sequence[Option]]) -> list[Step]:
+def steps(layers: Sequence[Sequence[Option]]) -> list[Exchange]:
     """Every exchange worth making, the most saved per squared error first.
 
     A layer's options are cut to those on the lower convex hull of (squared error, cost): so its
@@ -59,7 +59,7 @@ def steps(layers: Sequence[Sequence[Option]]) -> list[Step]:
         hull = _hull(options)
         for before, after in itertools.pairwise(hull):
             added = after.error**2 - before.error**2
-            found.append(Step(layer, after, added, before.cost - after.cost))
+            found.append(Exchange(layer, after, added, before.cost - after.cost))
     # Nothing added: first. Ties keep the order of the layers, so that a plan is reproducible.
     return sorted(found, key=lambda step: -math.inf if not step.added else -step.saved / step.added)
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
-from sagepatch.backends.catalogue import SDPA
+from sagepatch.backends.catalogue import BY_NAME, SDPA
 from sagepatch.calibration.cells import Cell
 from sagepatch.calibration.choose import Summary, exact_time
-from sagepatch.calibration.estimate import eligible, filled
+from sagepatch.calibration.estimate import completed, eligible
 from sagepatch.calibration.merge import gathered, merged
 from sagepatch.calibration.planning import solved
 from sagepatch.calibration.sample import Remedy, Sample
 from sagepatch.calibration.table_json import parsed, rendered
 from sagepatch.plan import Plan, read_text, write_text
+
+logger = logging.getLogger("sagepatch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,7 @@ class LayerTable:
     calls that were measured but are no samples, as their exact output was not finite.
 
     `names` are the candidates that may be chosen: those that no sample refused for cause and that
-    two samples measured. `filled` are the rows with errors of all of them, estimated where there
+    two samples measured. `completed` are the rows with errors of all of them, estimated where there
     was no time to measure them (`calibration.estimate`).
     """
 
@@ -38,13 +41,13 @@ class LayerTable:
     runs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     spoilt: int = 0
     names: tuple[str, ...] = field(init=False, repr=False, compare=False)
-    filled: tuple[Sample, ...] = field(init=False, repr=False, compare=False)
+    completed: tuple[Sample, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.rows and not self.runs:
             object.__setattr__(self, "runs", runs_of(self.rows))
         object.__setattr__(self, "names", eligible(self.rows))
-        object.__setattr__(self, "filled", filled(self.rows, self.names))
+        object.__setattr__(self, "completed", completed(self.rows, self.names))
 
     @property
     def samples(self) -> int:
@@ -86,7 +89,7 @@ class LayerTable:
     @property
     def candidates(self) -> dict[str, Summary]:
         """Each candidate over all samples."""
-        rows = self.filled
+        rows = self.completed
         return {name: Summary.of(name, rows) for name in self.names} if rows else {}
 
     @staticmethod
@@ -115,13 +118,41 @@ def runs_of(rows: Iterable[Sample]) -> dict[str, tuple[str, ...]]:
     return {name: tuple(runs) for name, runs in found.items()}
 
 
+def outdated(layers: Iterable[LayerTable], versions: Mapping[str, int]) -> dict[str, str]:
+    """The kernels measured in these layers that are gone or compute other numbers now, by name:
+    what to say of each. `versions`: those that were measured, where that is known.
+    """
+    names = dict.fromkeys(name for one in layers for row in one.rows for name in row.errors)
+    found = {}
+    for name in names:
+        known = BY_NAME.get(name)
+        if known is None:
+            found[name] = f"{name} is gone"
+        elif versions.get(name, known.numerics_version) != known.numerics_version:
+            now = known.numerics_version
+            found[name] = f"{name} had numerics version {versions[name]}, it is version {now} now"
+    return found
+
+
+def without(layer: LayerTable, names: Collection[str]) -> LayerTable:
+    """A layer's table without the measurements of some kernels."""
+    rows = tuple(
+        replace(row, errors={n: one for n, one in row.errors.items() if n not in names})
+        for row in layer.rows
+    )
+    runs = {name: those for name, those in layer.runs.items() if name not in names}
+    return replace(layer, rows=rows, runs=runs)
+
+
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """Measurements of every layer of one model on one machine.
 
     `runs` names the generations that ran to their end. `run_seconds` is their duration without the
     measuring, `measuring_seconds` that of the measuring, `preparing_seconds` that of compiling and
-    checking kernels, which is done once on a machine.
+    checking kernels, which is done once on a machine. `kernels` are the numerics versions of
+    kernels that were not measured with those of today; `stale` says which measurements of a file
+    were left out for that.
     """
 
     fingerprint: str
@@ -134,6 +165,8 @@ class Calibration:
     run_seconds: float = 0.0
     measuring_seconds: float = 0.0
     preparing_seconds: float = 0.0
+    kernels: Mapping[str, int] = field(default_factory=dict, repr=False, compare=False)
+    stale: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     def merge(self, *others: Calibration) -> Calibration:
         """This table and those of other processes or prompts as one, as if one process had seen all
@@ -162,12 +195,20 @@ class Calibration:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
         """Read a table; raises `PlanError` for anything but one that this version wrote.
+        Measurements of kernels that are gone or compute other numbers now are left out, with a
+        warning.
 
         >>> calibration.save("table.json"); Calibration.load("table.json").plan(threshold=0.999)
         """
         values = parsed(read_text(path), os.fspath(path))
         layers = tuple(LayerTable(*layer) for layer in values.pop("layers"))
-        return cls(layers=layers, **values)
+        versions = values.pop("kernels")
+        told = outdated(layers, versions)
+        if told:
+            layers = tuple(without(layer, told) for layer in layers)
+            left_out = "; ".join(told.values())
+            logger.warning("sagepatch: measurements in %s are left out: %s", path, left_out)
+        return cls(layers=layers, stale=tuple(told.values()), **values)
 
     def plan(
         self,

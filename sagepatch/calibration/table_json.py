@@ -7,6 +7,7 @@ import math
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from sagepatch.backends.catalogue import BY_NAME
 from sagepatch.calibration.sample import HeadErrors, Remedy, Sample, Statistics
 from sagepatch.errors import PlanError
 
@@ -19,10 +20,17 @@ WITHOUT_REFUSALS = 1
 
 
 def rendered(calibration: Calibration) -> str:
-    """JSON text. Infinite errors are null; what follows from other fields is left out."""
-    follow = ("worst", "cosine_mean", "estimated", "names", "filled")
+    """JSON text. Infinite errors are null; what follows from other fields is left out. `kernels`
+    are the numerics versions of all that was measured.
+    """
+    follow = ("worst", "cosine_mean", "estimated", "names", "completed", "stale")
     data = asdict(calibration, dict_factory=lambda of: {n: v for n, v in of if n not in follow})
-    return json.dumps({"schema": SCHEMA, **_finite(data)}, allow_nan=False) + "\n"
+    rows = (row for layer in calibration.layers for row in layer.rows)
+    names = sorted({name for row in rows for name in row.errors})
+    kernels = {name: BY_NAME[name].numerics_version for name in names if name in BY_NAME}
+    kernels |= calibration.kernels
+    data = {"schema": SCHEMA, **_finite(data), "kernels": kernels}
+    return json.dumps(data, allow_nan=False) + "\n"
 
 
 def parsed(text: str, origin: str) -> dict[str, Any]:
@@ -51,20 +59,25 @@ def parsed(text: str, origin: str) -> dict[str, Any]:
             "versions": {
                 str(k): None if v is None else str(v) for k, v in data["versions"].items()
             },
-            "layers": [_layer(one) for one in data["layers"]],
+            "layers": [_layer(one, origin) for one in data["layers"]],
+            # Older files do not tell.
+            "kernels": {str(k): int(v) for k, v in data.get("kernels", {}).items()},
             "runs": tuple(map(str, data["runs"])),
-            "run_seconds": float(data["run_seconds"]),
-            "measuring_seconds": float(data["measuring_seconds"]),
-            "preparing_seconds": float(data.get("preparing_seconds", 0.0)),
+            "run_seconds": _least(data["run_seconds"], "run_seconds", origin),
+            "measuring_seconds": _least(data["measuring_seconds"], "measuring_seconds", origin),
+            "preparing_seconds": _least(
+                data.get("preparing_seconds", 0.0), "preparing_seconds", origin
+            ),
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PlanError(f"{origin} is no whole table of measurements ({error!r})") from error
 
 
 def _layer(
-    data: Any,
+    data: Any, origin: str
 ) -> tuple[str, str, tuple[Sample, ...], tuple[Remedy, ...], dict[str, tuple[str, ...]], int]:
-    rows = tuple(map(_sample, data["rows"]))
+    where = f"{origin}, layer {data['site']}"
+    rows = tuple(_sample(row, f"{where}, sample {n}") for n, row in enumerate(data["rows"], 1))
     if any("refused" not in row for row in data["rows"]):
         names = dict.fromkeys(name for row in rows for name in row.errors)
         rows = tuple(
@@ -79,47 +92,67 @@ def _layer(
     return str(data["site"]), str(data["kind"]), rows, remedies, runs, int(data.get("spoilt", 0))
 
 
-def _sample(data: Any) -> Sample:
+def _sample(data: Any, where: str) -> Sample:
     seen = data["statistics"]
+    step, steps = _whole(data["step"]), _whole(data["steps"])
+    if step is not None and steps is not None and not 0 <= step < steps:
+        raise PlanError(f"{where}: step is {step} of {steps}, needs 0 to {steps - 1}")
     return Sample(
         call=int(data["call"]),
-        step=_whole(data["step"]),
-        steps=_whole(data["steps"]),
+        step=step,
+        steps=steps,
         shape=str(data["shape"]),
         dtype=str(data["dtype"]),
-        errors={str(name): _errors(one) for name, one in data["errors"].items()},
+        errors={
+            str(name): _errors(one, f"{where}, {name}") for name, one in data["errors"].items()
+        },
         statistics=None
         if seen is None
         else Statistics(*(_numbers(seen[field.name]) for field in fields(Statistics))),
-        us_exact=_number(data["us_exact"]),
+        us_exact=_time(data, "us_exact", where),
         run=str(data["run"]),
         skipped=tuple(map(str, data.get("skipped", ()))),
         refused=tuple(map(str, data.get("refused", ()))),
-        host_us_exact=_number(data.get("host_us_exact")),
+        host_us_exact=_time(data, "host_us_exact", where),
     )
 
 
-def _errors(data: Any) -> HeadErrors:
+def _errors(data: Any, where: str) -> HeadErrors:
     cosine = _numbers(data["cosine"])
     if not cosine:
         raise ValueError("errors of no head")
-    return HeadErrors(
-        bool(data["finite"]),
-        cosine,
-        _numbers(data["rel_l1"]),
-        _numbers(data["rmse"]),
-        _numbers(data["norm_ratio"]),
-        _number(data["us"]),
-        host_us=_number(data.get("host_us")),
-    )
+    # Past 1 by rounding at most.
+    odd = next((one for one in cosine if not -1.001 <= one <= 1.001), None)
+    if odd is not None:
+        raise PlanError(f"{where}: cosine is {odd:g}, needs -1 to 1")
+    far = {name: _numbers(data[name]) for name in ("rel_l1", "rmse", "norm_ratio")}
+    for name, heads in far.items():
+        if len(heads) != len(cosine):
+            raise PlanError(f"{where}: {name} has {len(heads)} heads, cosine has {len(cosine)}")
+        odd = next((one for one in heads if not one >= 0), None)
+        if odd is not None:
+            raise PlanError(f"{where}: {name} is {odd:g}, needs 0 or more")
+    us, host_us = _time(data, "us", where), _time(data, "host_us", where)
+    rel_l1, rmse, norm_ratio = far.values()
+    finite = bool(data["finite"])
+    return HeadErrors(finite, cosine, rel_l1, rmse, norm_ratio, us, host_us=host_us)
 
 
 def _numbers(data: Any) -> tuple[float, ...]:
     return tuple(math.inf if one is None else float(one) for one in data)
 
 
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
+def _time(data: Any, name: str, where: str) -> float | None:
+    """A time in microseconds; older files lack those of the host."""
+    value = data.get(name) if name.startswith("host_") else data[name]
+    return None if value is None else _least(value, name, where)
+
+
+def _least(value: Any, name: str, where: str) -> float:
+    found = float(value)
+    if not 0 <= found < math.inf:
+        raise PlanError(f"{where}: {name} is {found:g}, needs a finite number of 0 or more")
+    return found
 
 
 def _whole(value: Any) -> int | None:

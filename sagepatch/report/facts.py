@@ -119,7 +119,7 @@ def _kernels(layers: Iterable[LayerTable]) -> dict[str, dict[str, Any]]:
 
 def _layer(layer: LayerTable, row: LayerRow, steps: Sequence[Step]) -> dict[str, Any]:
     enough = layer.samples >= FEWEST_SAMPLES
-    rows = layer.filled
+    rows = layer.completed
     cost, times = costs(layer, layer.candidates), Times(rows)
     return {
         "site": row.name,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sagepatch.backends.catalogue import BY_NAME, SDPA
+from sagepatch.calibration.choose import check_bound
 from sagepatch.env import Machine
 from sagepatch.errors import InvalidArgument
 from sagepatch.layer import PatchedLayer
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from sagepatch.report.pictures import Comparison
 
 EMULATION = "Emulated kernels: slower than exact attention. This shows accuracy, not speed."
+TAKEN_BACK = (
+    "This patch was taken back: the model's attention runs without it. What follows is how it ran "
+    "and what it measured until then."
+)
 NOT_RUN = "No call was counted yet: run the model, then ask again."
 PLAN_ONLY = "Nothing has run on this plan yet: its errors are those that calibration measured."
 _MASK = re.compile(r" mask (\w+)")
@@ -94,7 +99,7 @@ class Report:
     `run_seconds` is the duration of the run that made the counted calls, `exact_run_seconds` that
     of the same run with exact attention, None where unknown. `calibration` is everything that was
     measured, None where that was not kept. `plans` are other plans of the model to compare with, by
-    name.
+    name. `in_force`: the patch was not taken back when the report was made.
 
     >>> print(patch.report())
     >>> patch.report().to_html("report.html")
@@ -112,6 +117,7 @@ class Report:
     exact_run_seconds: float | None = None
     calibration: Calibration | None = None
     plans: tuple[tuple[str, Plan], ...] = ()
+    in_force: bool = True
 
     @property
     def counts(self) -> Counts:
@@ -127,12 +133,17 @@ class Report:
         )
 
     def headline(self) -> str:
-        """One sentence: how many layers were found and what they run."""
-        return headline(self.model, self.counts)
+        """One sentence: how many layers were found and what they run, or ran before the patch was
+        taken back.
+        """
+        return headline(self.model, self.counts, self.in_force)
 
     def remarks(self) -> tuple[str, ...]:
-        """What a reader must know before the numbers: emulation, why layers run exact, warnings."""
-        found = [EMULATION] if self.emulated else []
+        """What a reader must know before the numbers: that nothing of it is in force, emulation,
+        why layers run exact, warnings.
+        """
+        found = [] if self.in_force else [TAKEN_BACK]
+        found += [EMULATION] if self.emulated else []
         why = why_exact(self.layers)
         if why is not None:
             found.append(why)
@@ -158,6 +169,7 @@ class Report:
         meanwhile, gives the measured gain beside the predicted one.
         """
         for one in (seconds, seconds if exact_seconds is None else exact_seconds):
+            check_bound("the duration of a run", one)
             if not (one > 0 and math.isfinite(one)):
                 raise InvalidArgument(f"a run of {one} s: needs more than 0")
         return replace(self, run_seconds=seconds, exact_run_seconds=exact_seconds)
@@ -231,6 +243,7 @@ def report_of(
     emulated: bool,
     warnings: Sequence[str],
     table: Calibration | None = None,
+    in_force: bool = True,
 ) -> Report:
     """Build a report from the state of a patch; every text in it is printable. `table` is what the
     patch has measured itself.
@@ -243,6 +256,7 @@ def report_of(
         threshold,
         emulated,
         tuple(map(printable, warnings)),
+        in_force=in_force,
     )
     return made if table is None or not table.layers else made.with_calibration(table)
 
@@ -325,7 +339,9 @@ def _with_step(row: LayerRow, table: LayerTable | None) -> LayerRow:
         return row
     name = row.variant
     worst = [
-        sample for sample in table.filled if sample.call == row.worst_call and name in sample.errors
+        sample
+        for sample in table.completed
+        if sample.call == row.worst_call and name in sample.errors
     ]
     # Several samples may have this number, as each process and each run counts its own calls.
     deciding = min(worst, key=lambda sample: min(sample.errors[name].cosine), default=None)

@@ -27,6 +27,7 @@ _TOP = {
     "model": "str",
     "threshold": "float",
     "emulated": "bool",
+    "in_force": "bool",
     "warnings": "tuple[str, ...]",
     "run_seconds": "float | None",
     "exact_run_seconds": "float | None",
@@ -41,6 +42,7 @@ def render(report: Report) -> str:
         "schema": SCHEMA,
         "model": report.model,
         "headline": report.headline(),
+        "in_force": report.in_force,
         "counts": asdict(report.counts),
         "threshold": report.threshold,
         "emulated": report.emulated,
@@ -121,6 +123,8 @@ def _from_1(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _report(data: dict[str, Any]) -> Report:
+    # Reports made before it was told are of patches in force.
+    data = {"in_force": True, **data}
     layers = [_layer(row) for row in _rows(data, "layers")]
     left = [_typed(row, _declared(Left), "a layer left alone") for row in _rows(data, "left")]
     if not isinstance(data.get("machine"), dict):

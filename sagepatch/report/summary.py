@@ -143,10 +143,15 @@ def shares(rows: Sequence[LayerRow]) -> list[float | None]:
     return [time / total if time is not None and total else None for time in times]
 
 
-def headline(model: str, counts: Counts) -> str:
-    """One sentence: how many layers were found and what they run."""
+def headline(model: str, counts: Counts, in_force: bool = True) -> str:
+    """One sentence: how many layers were found and what they run, or ran while the patch was in
+    force.
+    """
     shares = f"{counts.fast} fast, {counts.safe} safe, {counts.exact} exact"
-    text = f"{model}: {counts.found} attention layers found, {counts.patched} patched ({shares})"
+    past = "" if in_force else "taken back, nothing of this patch is in force; while it was, "
+    text = (
+        f"{model}: {past}{counts.found} attention layers found, {counts.patched} patched ({shares})"
+    )
     if counts.left:
         text += f", {counts.left} left alone"
     if counts.lost:

@@ -127,7 +127,7 @@ def calibrated(monkeypatch, steps: int, layers: int, own: float):
 
         return spending
 
-    def us(self, variant, one, spec, again=True):
+    def us(self, variant, one, spec, again=True, layer=""):
         clock.now += 0.1
         return times[variant.name]
 

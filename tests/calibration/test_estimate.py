@@ -17,7 +17,7 @@ from models.stacks import stack, tokens
 import sagepatch
 from sagepatch.backends.catalogue import SDPA
 from sagepatch.calibration import capture
-from sagepatch.calibration.estimate import FEWEST_SAMPLES, eligible, filled
+from sagepatch.calibration.estimate import FEWEST_SAMPLES, completed, eligible
 from sagepatch.calibration.planning import entry_at
 from sagepatch.calibration.sample import Sample
 from sagepatch.calibration.table import LayerTable
@@ -40,7 +40,7 @@ def layer(*rows: Sample) -> LayerTable:
 
 def worst(rows: tuple[Sample, ...], name: str) -> float:
     """1 - cosine."""
-    return 1 - min(one.errors[name].worst.cosine for one in filled(rows, eligible(rows)))
+    return 1 - min(one.errors[name].worst.cosine for one in completed(rows, eligible(rows)))
 
 
 # Once wrong: what two tables measured of different candidates gave exact attention.
@@ -78,7 +78,7 @@ def test_what_was_worse_where_both_were_measured_is_so_elsewhere() -> None:
     assert worst(rows, OTHER) == pytest.approx(4e-3)
     assert worst(rows, FAST) == pytest.approx(4e-4)
     # Relative L1 by its own factor, not by that of the cosine.
-    found = filled(rows, eligible(rows))[2].errors[OTHER]
+    found = completed(rows, eligible(rows))[2].errors[OTHER]
     assert found.estimated
     assert found.rel_l1[0] == pytest.approx(math.sqrt(10) * math.sqrt(2 * 4e-4))
 
@@ -132,22 +132,22 @@ def test_what_a_sample_refused_for_cause_stays_refused() -> None:
 def test_where_all_that_was_measured_failed_nothing_speaks_for_another() -> None:
     broken = replace(row(3), errors={FAST: replace(errors(-1.0), finite=False)})
     rows = (row(1, fast=0.9999, other=0.9999), row(2, fast=0.9999, other=0.9999), broken)
-    (third,) = filled(rows, eligible(rows))[2:]
+    (third,) = completed(rows, eligible(rows))[2:]
     assert not third.errors[OTHER].finite
     # One that holds speaks for it.
     held = replace(broken, errors={**broken.errors, SAFE: errors(0.9999)})
     rows = (*rows[:2], held, row(4, fast=0.9999, safe=0.9999))
-    assert filled(rows, eligible(rows))[2].errors[OTHER].finite
+    assert completed(rows, eligible(rows))[2].errors[OTHER].finite
 
 
 def test_a_sample_of_nothing_counts_a_candidate_at_its_worst() -> None:
     rows = (row(1, fast=0.9999), row(2, fast=0.999), row(3))
-    assert filled(rows, eligible(rows))[2].errors[FAST].worst.cosine == 0.999
+    assert completed(rows, eligible(rows))[2].errors[FAST].worst.cosine == 0.999
 
 
 def test_a_whole_table_stays_as_it_is() -> None:
     rows = tuple(row(n, fast=0.9999, other=0.999, safe=0.99999) for n in range(1, 5))
-    assert filled(rows, eligible(rows)) == rows
+    assert completed(rows, eligible(rows)) == rows
     assert entry_at(layer(*rows), 0.998).reason.endswith("2.50x exact")
 
 

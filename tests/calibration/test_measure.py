@@ -12,6 +12,7 @@ from sagepatch.backends.catalogue import BY_NAME, SDPA
 from sagepatch.calibration import measure as measuring
 from sagepatch.calibration.measure import Stopwatch, all_finite, measure
 from sagepatch.calibration.timing import CallTime, call_time
+from sagepatch.errors import KernelUnavailable
 from sagepatch.numerics.metrics import compare
 from sagepatch.ops import run_exact, run_variant
 
@@ -86,6 +87,44 @@ def test_times_are_taken_twice_and_shared(timer) -> None:
     assert len(timer) == measuring.ROUNDS + 2
     # A first look, then with care.
     assert timer == [(torch.device("cpu"), care) for care in (False, True, False, True)]
+
+
+# Once wrong: what the guard had done over was timed again at every sample of the layer.
+def test_a_kernel_that_was_done_over_is_timed_once_for_its_layer_and_anew_for_another(
+    timer,
+) -> None:
+    watch, bad, good = Stopwatch(), call(), call(seed=1)
+    bad.q[0, 0, 3] = math.nan
+    assert [watch.us(FAST, bad, bad.spec(), layer="a") for _ in range(5)] == [101.0] * 5
+    assert len(timer) == 1
+    # Its output was computed twice: that is no other layer's time, nor the kernel's on the host.
+    assert watch.host_us(FAST, bad.spec()) is None
+    assert watch.us(FAST, good, good.spec(), layer="b") == 102.0
+    assert watch.us(FAST, bad, bad.spec(), layer="a") == 102.0
+    assert len(timer) == 2
+
+
+@pytest.mark.parametrize("kind", [KernelUnavailable, torch.OutOfMemoryError])
+def test_a_kernel_that_could_not_serve_is_not_tried_again_by_its_layer(
+    timer, monkeypatch, kind
+) -> None:
+    tries = []
+
+    def failing(variant, given):
+        tries.append(variant.name)
+        raise kind("no room")
+
+    monkeypatch.setattr(measuring, "run_variant", failing)
+    watch, one = Stopwatch(), call()
+    for layer in ("a", "a", "a", "b", "b"):
+        with pytest.raises(kind, match="no room"):
+            watch.us(FAST, one, one.spec(), layer=layer)
+    assert (len(tries), len(timer)) == (2, 0)
+    monkeypatch.undo()
+    monkeypatch.setitem(measuring.TIMERS, "cpu", lambda *_: CallTime(9.0, 7.0))
+    # Another call had room.
+    assert watch.us(FAST, one, one.spec(), layer="c") == 9.0
+    assert watch.us(FAST, one, one.spec(), layer="a") == 9.0
 
 
 # Once wrong: exact attention looked slow at first sight, and nobody looked again.

@@ -96,7 +96,7 @@ class TestTimeAgain:
         name = {"now": ""}
         original = Stopwatch.us
 
-        def us(self, variant, given, spec, again=True):
+        def us(self, variant, given, spec, again=True, layer=""):
             name["now"] = variant.name
             return original(self, variant, given, spec)
 
@@ -161,7 +161,7 @@ class TestTimeAgain:
     ) -> None:
         real = Stopwatch.us
 
-        def us(self, variant, one, spec):
+        def us(self, variant, one, spec, layer=""):
             if variant.name == FAST:
                 raise error
             return real(self, variant, one, spec)
@@ -239,7 +239,7 @@ class TestRanges:
         """The entry that a layer settles on where kernels take these times."""
 
         class Watch(Stopwatch):
-            def us(self, variant, call, spec):
+            def us(self, variant, call, spec, layer=""):
                 return times.get(variant.name)
 
         made = replace(entry("x", SAFE), ranges=self.SPLIT, **changes)

@@ -91,6 +91,82 @@ def test_anything_else_is_refused_in_a_sentence(tmp_path, text: str, said: str) 
         Calibration.load(tmp_path / "t.json")
 
 
+def odd(**changes) -> str:
+    """A table whose first sample of the first layer differs, or that sample's first candidate."""
+    whole = data()
+    row = whole["layers"][0]["rows"][0]
+    name = next(iter(row["errors"]))
+    for field, value in changes.items():
+        (row if field in row else row["errors"][name])[field] = value
+    return json.dumps(whole)
+
+
+# Once wrong: read and weighed against others; heads that differ in number raised a bare ValueError.
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (odd(us_exact=-3.0), "sample 1: us_exact is -3, needs a finite number of 0 or more"),
+        (odd(us=math.nan), "us is nan, needs a finite number"),
+        (odd(host_us=math.inf), "host_us is inf, needs a finite number"),
+        (odd(cosine=[math.nan, 1.0]), "cosine is nan, needs -1 to 1"),
+        (odd(cosine=[None, 1.0]), "cosine is inf, needs -1 to 1"),
+        (odd(rel_l1=[-0.5, 0.1]), "rel_l1 is -0.5, needs 0 or more"),
+        (odd(rmse=[0.1] * 9), "rmse has 9 heads, cosine has 2"),
+        (odd(step=28, steps=28), "step is 28 of 28, needs 0 to 27"),
+        (odd(step=-1, steps=28), "step is -1 of 28"),
+        (changed(run_seconds=-1.0), "run_seconds is -1"),
+        (changed(measuring_seconds=math.nan), "measuring_seconds is nan"),
+    ],
+    ids=lambda x: x[:30],
+)
+def test_odd_numbers_are_refused_with_their_place(tmp_path, text: str, said: str) -> None:
+    (tmp_path / "t.json").write_text(text)
+    with pytest.raises(PlanError, match=re.escape(said)):
+        Calibration.load(tmp_path / "t.json")
+
+
+# Once wrong: a plan solved from the file gave the kernel's present version to its old errors, and a
+# kernel that is gone ended in a KeyError.
+@pytest.mark.parametrize(
+    ("name", "version", "said"),
+    [(FAST, 7, f"{FAST} had numerics version 7"), ("triton.sage9", 1, "triton.sage9 is gone")],
+)
+def test_measurements_of_kernels_that_changed_are_left_out_and_named(
+    tmp_path, caplog, name: str, version: int, said: str
+) -> None:
+    other = "triton.sage1_b"
+    rows = tuple(
+        sample(n, {FAST: 0.9999, other: 0.9995}, us={FAST: 2.0, other: 3.0}, us_exact=9.0, run="a")
+        for n in (1, 2)
+    )
+    table = calibration(LayerTable("x", "self", rows))
+    assert table.plan().entries[0].variant == FAST
+    table.save(tmp_path / "t.json")
+    data = json.loads((tmp_path / "t.json").read_text().replace(FAST, name))
+    assert set(data["kernels"]) == {name, other}
+    data["kernels"][name] = version
+    (tmp_path / "t.json").write_text(json.dumps(data))
+    read = Calibration.load(tmp_path / "t.json")
+    assert read.plan().entries[0].variant == other
+    assert len(read.stale) == 1
+    assert read.stale[0].startswith(said)
+    assert said in caplog.text
+    # Kept again it holds what is left, and says so no more.
+    read.save(tmp_path / "again.json")
+    assert Calibration.load(tmp_path / "again.json").stale == ()
+
+
+def test_a_table_with_outdated_measurements_is_not_gone_on_from(tmp_path) -> None:
+    model, x, path = stack(), tokens(), tmp_path / "table.json"
+    with torch.no_grad():
+        sagepatch.calibrate(model, run=lambda: model(x), table=path, emulate=True)
+    data = json.loads(path.read_text())
+    data["kernels"] = dict.fromkeys(data["kernels"], 99)
+    path.write_text(json.dumps(data))
+    with pytest.raises(InvalidArgument, match=r"cannot be gone on from: emulated.* version 99"):
+        sagepatch.calibrate(model, run=lambda: model(x), table=path, emulate=True)
+
+
 class TestGoingOn:
     """A calibration in several sittings."""
 

@@ -28,7 +28,7 @@ def errors(cosine: float, heads: int, dice: random.Random, us: float | None) -> 
     cosines = [min(1.0, cosine + (1 - cosine) * dice.random()) for _ in range(heads)]
     cosines[least] = cosine
     rel_l1 = [math.sqrt(2 * max(0.0, 1 - one)) * dice.uniform(0.4, 1.1) for one in cosines]
-    ratios = [1 + (1 - one) * dice.choice((3, 60)) * dice.uniform(-1, 1) for one in cosines]
+    ratios = [abs(1 + (1 - one) * dice.choice((3, 60)) * dice.uniform(-1, 1)) for one in cosines]
     return HeadErrors(
         True, tuple(cosines), tuple(rel_l1), tuple(one / 10 for one in rel_l1), tuple(ratios), us
     )

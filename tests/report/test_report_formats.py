@@ -21,6 +21,7 @@ from sagepatch.errors import MachineError
 from sagepatch.patchers.site import Left
 from sagepatch.report.pictures import Comparison
 from sagepatch.report.render_html import SHADES
+from sagepatch.report.render_json import load
 from sagepatch.report.render_table import render_text
 
 
@@ -73,8 +74,8 @@ ATTENTION = {
 PICTURES = {"psnr_db": "num?", "ssim": "num", "frames": "int", "worst_frame": "int"}
 SCHEMA = {
     "schema": "int", "model": "str", "headline": "str", "counts": dict.fromkeys(COUNTS, "int"),
-    "threshold": "num", "emulated": "bool", "warnings": ["str"], "run_seconds": "num?",
-    "exact_run_seconds": "num?",
+    "threshold": "num", "emulated": "bool", "in_force": "bool", "warnings": ["str"],
+    "run_seconds": "num?", "exact_run_seconds": "num?",
     "attention": ATTENTION, "pictures": PICTURES, "layers": [LAYER],
     "left": [{"name": "str", "kind": "str", "reason": "str"}], "machine": "obj",
     "calibration": "obj?",
@@ -273,6 +274,28 @@ def test_colours_only_in_a_terminal() -> None:
 def test_print_follows_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert max(map(len, str(REPORT).splitlines())) <= 80
+
+
+# Once wrong: a report of a patch that was taken back read as if it were in force.
+def test_a_patch_that_was_taken_back_is_said_to_be_at_the_top_of_every_form(tmp_path) -> None:
+    gone = replace(REPORT, in_force=False)
+    said = "taken back, nothing of this patch is in force"
+    lines = render_text(gone, 200).splitlines()
+    assert said in lines[0]
+    assert "the model's attention runs without it" in lines[1]
+    page = gone.to_html()
+    assert f"<h1>{gone.headline()}</h1>" in page
+    assert said in gone.headline()
+    assert "attention runs without it" in page
+    data = json.loads(gone.to_json(tmp_path / "r.json"))
+    assert (data["in_force"], said in data["headline"]) == (False, True)
+    assert load(tmp_path / "r.json").headline() == gone.headline()
+    assert said not in REPORT.headline() + REPORT.to_html() + render_text(REPORT)
+    # Reports made before it was told.
+    older = json.loads(REPORT.to_json())
+    del older["in_force"]
+    (tmp_path / "older.json").write_text(json.dumps(older))
+    assert load(tmp_path / "older.json").in_force
 
 
 def test_an_emulation_is_labelled() -> None:

@@ -16,7 +16,7 @@ from sagepatch.backends.chain import Chain
 from sagepatch.backends.cuda.attention_tiles import HALF_PANEL, Options, instance, pick
 from sagepatch.backends.cuda.build import Program
 from sagepatch.backends.cuda.launch import Kernel, load, tensor_map
-from sagepatch.backends.cuda.prepass import ALIGNMENT, MOST_PARTS, Codes, Plan, plan_of
+from sagepatch.backends.cuda.prepass import ALIGNMENT, MOST_PARTS, Codes, PrepassPlan, plan_of
 from sagepatch.backends.cuda.prepass_form import HALVES, PAD, QK_PAD, V_PAD, form_of
 from sagepatch.backends.cuda.raw_operands import raw_strides, raw_value_strides
 from sagepatch.backends.links import Argument, Link, Moving, MovingMap, filled
@@ -77,7 +77,7 @@ class Operands(NamedTuple):
         return cls._make([*(0 if t is None else t.data_ptr() for t in tensors), 0])
 
     @classmethod
-    def in_scratch(cls, plan: Plan) -> Operands:
+    def in_scratch(cls, plan: PrepassPlan) -> Operands:
         """Places in the scratch memory, as a plan of the pre-pass lays them out."""
         values = "vt8" if "vt8" in plan.offsets else "v16"
         names = (values if name == "values" else name for name in cls._fields)

@@ -104,7 +104,7 @@ def prepare(call: Call, recipe: Recipe) -> Codes:
     other masks and for head sizes over 256.
 
     Making the tensors costs the host more than the launches: a caller that counts microseconds
-    keeps the plan, and reads places in its scratch memory from `Plan.offsets`.
+    keeps the plan, and reads places in its scratch memory from `PrepassPlan.offsets`.
     """
     plan = plan_of(form_of(call, recipe))
     scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=call.q.device)
@@ -149,7 +149,7 @@ WGMMA_RECIPES = tuple(
 )
 
 
-class Plan:
+class PrepassPlan:
     """How calls of one form are prepared: machine code, sizes, places in the scratch memory."""
 
     def __init__(self, form: Form) -> None:
@@ -321,9 +321,9 @@ class Plan:
 
 
 @lru_cache(maxsize=1024)
-def plan_of(form: Form) -> Plan:
+def plan_of(form: Form) -> PrepassPlan:
     """The plan of a form, remembered."""
-    return Plan(form)
+    return PrepassPlan(form)
 
 
 def instances(
