@@ -10,6 +10,7 @@ from pathlib import Path
 from ablation_tables import Ablations, Row, rows
 from page_text import filled
 from page_text import table as markdown
+from papers_page import papers
 
 PAGE = Path(__file__).parents[1] / "docs" / "ablations.md"
 MAIN = ("normal", "outliers", "demo")
@@ -20,7 +21,7 @@ def page() -> str:
     found = Ablations()
     parts = (
         *(_head(found), _depth(found), _products(found), _splits(found), _four_bits(found)),
-        *(_row_sums(found), _kernels(found), _papers()),
+        *(_row_sums(found), _kernels(found), papers()),
     )
     return "\n\n".join(map(filled, parts)) + "\n"
 
@@ -329,48 +330,6 @@ The `cuda_mma` kernels sum probabilities. Hopper's own sum the codes, on the ten
 
 They see FP16 in and out, tiles of their own, and FP8 sums that keep 13 bits on Hopper, which a V
 with a large mean shows most.
-"""
-
-
-def _papers() -> str:
-    lines = []
-    last = ""
-    for r in rows("papers_tables.csv"):
-        theirs = [r["theirs_cosine"] or "-", r["theirs_rel_l1"] or "-", r["theirs_rmse"] or "-"]
-        named = f"{r['paper']}, {r['table']}"
-        lines.append(
-            (
-                "" if named == last else named,
-                r["setting"],
-                r["data"] + (" (worst head)" if r["over"] == "worst" else ""),
-                "-" if set(theirs) == {"-"} else " / ".join(theirs),
-                f"{r['cosine']} / {r['rel_l1']} / {r['rmse']}",
-            )
-        )
-        last = named
-    head = ("paper, table", "setting", "our data", "theirs: cosine / rel. L1 / RMSE", "ours")
-    return f"""
-## The papers' accuracy tables, ours beside theirs
-
-`python benchmarks/papers_tables.py` ([csv](../benchmarks/papers_tables.csv)), emulated on a CPU.
-Theirs are on the layers of Llama2, Unidiffuser and CogVideoX, which are not published; ours on the
-demo's layers, on normal data, and on stand-ins for their outlier layers: "K + c n" is normal data
-whose keys share c times a normal vector, "spikes" has one entry in a thousand of ten sigma. "-" is
-not printed.
-
-{markdown(head, lines)}
-
-The order of the rows holds, the sizes differ with the data. The demo's layers are milder than their
-worst: INT8 P and V fall to a cosine of 0.564 there and not here; where P is normalised before it is
-rounded, normal data bring it down here too. RMSE is in the units of an output and compares only
-between neighbours. The RMSE printed for vT and vB is on another scale than that of T and B in the
-same table. Table 17 here is Q K^T less each row's mean, which is what softmax sees: with the mean
-in it a cosine says nothing. Metrics of whole pictures and texts (FID, perplexity) need those
-models; the demo's pictures by recipe are in
-[demo_recipes.csv](../benchmarks/demo_recipes.csv). More of theirs and ours: [the
-arithmetic](numerics.md).
-
-[The arithmetic](numerics.md) · [machine code](machine-code.md) · [recipes](recipes/README.md)
 """
 
 

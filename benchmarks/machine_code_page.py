@@ -209,7 +209,9 @@ def _targets(found: list[Row]) -> str:
 ## The targets
 
 `cuda_mma` kernels, no mask, not causal. Counts are instructions of one warp for 16 queries and 64
-keys; `warps` a multiprocessor holds at once; ceilings in TOPS, predicted.
+keys; `warps` a multiprocessor holds at once; ceilings in TOPS, predicted. sm_87 (Orin) and sm_121a
+(GB10) are compiled without spills like the others, and have no rows: what their tensor cores do a
+clock is not published by kind of sum.
 
 {tables}
 """

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import csv
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,43 +20,20 @@ import torch
 from ablations import Data, data_sets
 from numerics_table import fp8_everywhere, naive_int8, spikes
 from numerics_table import outliers as biased_k
+from papers_four_bits import ON_BOTH, biased_q_and_k, four_bits
+from papers_row import Printed, Row, by_recipe
 from torch import Tensor
 
 from sagepatch.env import Machine
 from sagepatch.numerics import quantize
-from sagepatch.numerics.attention import emulate
 from sagepatch.numerics.metrics import Metrics, compare
-from sagepatch.numerics.recipe import LARGEST_CODE, RECIPES, Recipe
+from sagepatch.numerics.recipe import LARGEST_CODE, RECIPES
 from sagepatch.spec import Call
 
 COMMAND = "python benchmarks/papers_tables.py"
 SAGE1, PLUS = "2410.02367", "2505.21136"
 FA3 = "2407.08608"
 FP8 = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
-
-
-@dataclass(frozen=True, slots=True)
-class Printed:
-    """What a paper prints; None for what it does not."""
-
-    cosine: float | None = None
-    rel_l1: float | None = None
-    rmse: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of a paper's table: its setting, what is printed, and how we compute it. `over` says
-    whether the mean of calls or the worst head of all is meant.
-    """
-
-    paper: str
-    table: str
-    setting: str
-    printed: Printed
-    run: Callable[[Call], Tensor]
-    data: str
-    over: str = "mean"
 
 
 def rounded(x: Tensor, name: str) -> Tensor:
@@ -89,11 +66,6 @@ def by_formats(call: Call, qk: str, pv: str, smooth: bool = True) -> Tensor:
         codes = quantize.round_to(p * largest, FP8[pv])
         v = torch.mul(*quantize.to_float8_per_channel(call.v.float(), largest, FP8[pv]))
     return codes @ v / largest / p.sum(3, keepdim=True)
-
-
-def by_recipe(recipe: Recipe) -> Callable[[Call], Tensor]:
-    """The emulator of a recipe."""
-    return lambda call: emulate(call, recipe)[0]
 
 
 def scores(call: Call, name: str) -> Tensor:
@@ -251,6 +223,7 @@ def data() -> dict[str, Data]:
     sets = data_sets()
     kept = {name: sets[name] for name in ("normal", "demo")}
     kept["K + 64 n"] = Data.of("K + 64 n", iter([biased_k(64)]))
+    kept[ON_BOTH] = Data.of(ON_BOTH, iter([biased_q_and_k()]))
     kept["spikes"] = Data.of("spikes", iter([spikes()]))
     call = biased_k(16)
     product = seen(call.q.double() @ call.k.double().mT)
@@ -279,14 +252,19 @@ def measured(row: Row, data: Data) -> tuple[float, float, float]:
     )
 
 
+def lines() -> list[Row]:
+    """Every row of every paper, in the order of the table."""
+    return [
+        *(*formats(), *accumulators(), *kernels(), *products()),
+        *(*smoothing(), *four_bits(), *ranges(), *rotations()),
+    ]
+
+
 def main() -> None:
     """Measure every row."""
     sets = data()
     found = []
-    for row in (
-        *(*formats(), *accumulators(), *kernels(), *products()),
-        *(*smoothing(), *ranges(), *rotations()),
-    ):
+    for row in lines():
         cosine, rel_l1, rmse = measured(row, sets[row.data])
         theirs = row.printed
         found.append(

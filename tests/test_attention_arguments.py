@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -106,3 +109,46 @@ def test_numbers_of_other_libraries_are_numbers() -> None:
         assert torch.equal(out, want)
     want = sagepatch.attention(q, k, v, is_causal=True)
     assert torch.equal(sagepatch.attention(q, k, v, is_causal=np.bool_(True)), want)
+
+
+WITHOUT_ASSERTIONS = """
+import json, torch, sagepatch
+from sagepatch.errors import InvalidArgument
+
+def made(B=1, H=16, Sq=1, Skv=17, D=64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(B, H, n, D, generator=g) for n in (Sq, Skv, Skv)]
+
+told = []
+for Skv in (1, 2, 17, 300):
+    q, k, v = made(Skv=Skv)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    for variant in ("auto", "emulated.sage2_8", "emulated.sage1_b"):
+        out = sagepatch.attention(q, k, v, variant=variant)
+        told.append(bool(out.isfinite().all() and (out - want).norm() < 0.06 * want.norm()))
+q, k, v = made(Sq=20, Skv=20)
+wrong = [
+    dict(k=k[:, :3]), dict(k=k[..., :32]), dict(v=v[:, :, :7]), dict(q=q[0, 0]),
+    dict(attn_mask=torch.ones(20, 19) > 0), dict(attn_mask=torch.ones(20, 20).long()),
+    dict(cu_seqlens_q=torch.tensor([0, 25, 20]), cu_seqlens_kv=torch.tensor([0, 5, 20])),
+    dict(dropout_p=0.1), dict(scale=float("nan")), dict(window=0), dict(causal_offset=1),
+    dict(layout="SBHD"),
+]
+for change in wrong:
+    try:
+        sagepatch.attention(**{"q": q, "k": k, "v": v, "variant": "emulated.sage2_8", **change})
+        told.append("served")
+    except InvalidArgument as error:
+        told.append(str(error))
+print(json.dumps(told))
+"""
+
+
+# case 14
+def test_refusals_and_short_calls_need_no_assertions() -> None:
+    command = [sys.executable, "-O", "-c", WITHOUT_ASSERTIONS]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    told = json.loads(ended.stdout.splitlines()[-1])
+    assert told[:12] == [True] * 12
+    assert len(told) == 24
+    assert "served" not in told

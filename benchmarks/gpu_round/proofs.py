@@ -48,6 +48,7 @@ TESTS = (
             6,
             "Hopper kernels that read V as it lies are right, under and over the cap",
         ),
+        ("raw_operands", 40, 2, "what a Hopper kernel reads as it lies starts where it may"),
         ("prepass", 60, 4, "the pre-pass gives the emulator's codes and scales, to the bit"),
         ("prepass_programs", 60, 2, "the pre-pass compiles and refuses what it cannot serve"),
         ("build", 40, 2, "this machine's compiler makes the Hopper kernels"),

@@ -27,6 +27,13 @@ def random_call(
 
 
 def poison(call: Call) -> None:
-    """Leave NaN in the memory that the allocator of the call's GPU hands out next."""
-    size = 8 * (call.q.numel() + call.k.numel() + call.v.numel()) + (1 << 20)
-    torch.full((size // 2,), float("nan"), device=call.q.device, dtype=torch.float16)
+    """Leave NaN in the memory that the allocator of the call's GPU hands out next: where an output
+    and a log-sum-exp of this call would lie, and in blocks of both of its pools, as it keeps those
+    of up to a megabyte apart.
+    """
+    size = 4 * (call.q.numel() + call.k.numel() + call.v.numel()) + (1 << 19)
+    # All at once, the output first, as a kernel takes it.
+    held = [call.empty_out(), call.empty_lse()]
+    held += [call.q.new_empty(n, dtype=torch.float16) for n in (*[1 << 19] * 8, size)]
+    for tensor in held:
+        tensor.fill_(float("nan"))

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from sagepatch.numerics.exact import exact
 from sagepatch.numerics.metrics import compare
 from sagepatch.numerics.recipe import RECIPES, Recipe
 from sagepatch.spec import Call
@@ -77,6 +78,35 @@ def what_a_mask_adds_is_as_in_sdpa(run: Run, call: Call, recipe: Recipe) -> None
     wanted, _ = run(hidden, recipe)
     assert bool(out.isfinite().all())
     assert torch.equal(out, wanted)
+
+
+def error_does_not_grow_with_length(
+    run: Run,
+    recipe: Recipe,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    lengths: Sequence[int] = (8192, 131_072, 163_840, 200_000),
+) -> None:
+    """256 queries, of which three each look for one key: in the first, the middle and the last
+    block. A block that is left out or read elsewhere costs one of them its key.
+    """
+    shortest: float | None = None
+    for length in lengths:
+        gen = torch.Generator().manual_seed(0)
+        q, k, v = (
+            torch.randn(1, 2, length, 128, generator=gen).to(device, dtype) for _ in range(3)
+        )
+        rows = torch.randperm(length, generator=gen)[:256].to(device)
+        needles = torch.tensor([0, length // 2, length - 1], device=device)
+        k[:, :, needles] = 3 * q[:, :, rows[:3]]
+        out, _ = run(Call(q, k, v, 128**-0.5), recipe)
+        wanted, _ = exact(Call(q[:, :, rows], k, v, 128**-0.5))
+        ours = out[:, :, rows].float()
+        finders = compare(ours[:, :, :3], wanted[:, :, :3]).worst.rel_l1
+        others = compare(ours[:, :, 3:], wanted[:, :, 3:]).worst.rel_l1
+        assert finders < 0.1, (length, finders)
+        shortest = others if shortest is None else shortest
+        assert others < 2 * shortest, (length, others, shortest)
 
 
 def threads_share_kernels(run: Run, call: Call, names: Sequence[str]) -> None:

@@ -103,13 +103,20 @@ def _strided(kind: str, t: torch.Tensor) -> torch.Tensor:
         return t.repeat_interleave(2, 2)[:, :, ::2]
     if kind == "odd address":
         return torch.cat([t.flatten()[:1], t.flatten()])[1:].view_as(t)
+    if kind == "odd stride of one":
+        one = t[:1, :1].contiguous()
+        return one.as_strided(one.shape, (7, 13, *one.stride()[2:]))
     return t[:1].expand(2, -1, -1, -1)
 
 
 # case 7
-@pytest.mark.parametrize(
-    "kind", ["tokens first", "last stride", "every other", "odd address", "batch stride 0"]
-)
+KINDS = [
+    *("tokens first", "last stride", "every other", "odd address", "batch stride 0"),
+    "odd stride of one",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @every_recipe
 def test_strides_are_read_as_they_are(recipe, kind):
     call = make((2, 2, 2, 70, 90, 64))

@@ -111,7 +111,7 @@ def test_the_main_loop_stays_in_its_budget(recipe, dim, split, tmp_path):
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("recipe", SERVED)
-def test_usual_sizes_do_not_spill_and_overlap(recipe, dim):
+def test_usual_sizes_spill_little_and_overlap(recipe, dim):
     check(compiled(recipe, dim), recipe)
 
 
@@ -135,7 +135,7 @@ def test_usual_sizes_do_not_spill_and_overlap(recipe, dim):
     ],
     ids=lambda o: "_".join(n for n in Options.__slots__ if getattr(o, n)),
 )
-def test_options_do_not_spill(options):
+def test_options_spill_little(options):
     recipe = "sage1_b_f32" if options.split and not options.raw_q else "sage2_8"
     recipe = "sage2_8_bf16" if options.raw_v else recipe
     check(compiled(recipe, 128, options), recipe)

@@ -48,11 +48,17 @@ def strided(kind: str, t: torch.Tensor) -> torch.Tensor:
         return t.repeat_interleave(2, 2)[:, :, ::2]
     if kind == "odd address":
         return torch.cat([t.flatten()[:1], t.flatten()])[1:].view_as(t)
+    if kind == "odd stride of one":
+        one = t[:1, :1].contiguous()
+        return one.as_strided(one.shape, (7, 13, *one.stride()[2:]))
     return t[:1].expand(2, -1, -1, -1)
 
 
 # case 7
-KINDS = ["tokens first", "last stride", "every other", "odd address", "batch stride 0"]
+KINDS = [
+    *("tokens first", "last stride", "every other", "odd address", "batch stride 0"),
+    "odd stride of one",
+]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +70,8 @@ def test_strides_are_read_as_they_are(name, kind):
     q, k, v = (strided(kind, t) for t in (call.q, call.k, call.v))
     before = [t.clone() for t in (q, k, v)]
     out, _ = run(replace(call, q=q, k=k, v=v), RECIPES[name])
-    plain, _ = run(replace(call, q=before[0], k=before[1], v=before[2]), RECIPES[name])
+    apart = [t.clone(memory_format=torch.contiguous_format) for t in before]
+    plain, _ = run(replace(call, q=apart[0], k=apart[1], v=apart[2]), RECIPES[name])
     assert torch.equal(out, plain)
     assert all(torch.equal(a, b) for a, b in zip(before, (q, k, v), strict=True))
 

@@ -12,8 +12,22 @@ import torch
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
-from kernel_contract import equal_values_come_out_as_they_are, zero_channels_come_out_zero
-from mma_support import DEVICE, RUNS, WHY_NOT, check, each, kernels_here, make, run  # noqa: F401
+from kernel_contract import (
+    equal_values_come_out_as_they_are,
+    error_does_not_grow_with_length,
+    zero_channels_come_out_zero,
+)
+from mma_support import (
+    DEVICE,
+    ON_GPU,
+    RUNS,
+    WHY_NOT,
+    check,
+    each,
+    kernels_here,  # noqa: F401
+    make,
+    run,
+)
 
 from sagepatch.numerics.exact import exact
 from sagepatch.numerics.metrics import compare
@@ -201,3 +215,11 @@ def test_keys_that_no_query_sees_hold_any_bytes(name):
     out, _ = run(call, RECIPES[name])
     dirty, _ = run(replace(call, k=k, v=v), RECIPES[name])
     assert torch.equal(out, dirty)
+
+
+# case 28. INT4's means of Q by keys take 4 bytes a key and block of queries: 1.2 GB a head at 200k.
+@slow
+@pytest.mark.skipif(not ON_GPU, reason="200,000 tokens")
+@pytest.mark.parametrize("name", ["sage1_b", "sage1_b_f32", "sage2_8", "sage2pp_8", "sage2_4"])
+def test_error_does_not_grow_with_length(name):
+    error_does_not_grow_with_length(run, RECIPES[name], DEVICE)

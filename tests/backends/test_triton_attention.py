@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from triton_support import DEVICE, DTYPE, ON_GPU, check, make, needs_kernels, poison, tensors
+from attention_calls import poison
+from kernel_contract import error_does_not_grow_with_length
+from triton_support import DEVICE, DTYPE, ON_GPU, check, make, needs_kernels, tensors
 
 pytestmark = needs_kernels
 
@@ -275,16 +277,7 @@ def test_arithmetic_that_it_lacks_is_refused(change):
 @pytest.mark.skipif(not ON_GPU, reason="200,000 tokens")
 @pytest.mark.parametrize("name", ["sage2_8b_k128", "sage1_b"])
 def test_error_does_not_grow_with_length(name):
-    errors = {}
-    for length in (8192, 200_000):
-        q, k, v = tensors(1, 2, 2, length, length, 128)
-        for at in (0, length // 2, length - 1):
-            k[:, :, at] *= 3
-        out, _ = attention.run(Call(q, k, v, 128**-0.5), RECIPES[name])
-        rows = torch.randperm(length, generator=torch.Generator().manual_seed(1))[:256].to(DEVICE)
-        reference, _ = exact(Call(q[:, :, rows], k, v, 128**-0.5))
-        errors[length] = compare(out[:, :, rows].float(), reference).worst.rel_l1
-    assert errors[200_000] < 2 * errors[8192], errors
+    error_does_not_grow_with_length(attention.run, RECIPES[name], DEVICE)
 
 
 @pytest.mark.slow

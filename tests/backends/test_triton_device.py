@@ -234,7 +234,7 @@ def test_a_kernel_that_does_not_fit_demotes_before_it_writes(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["triton.sage2_8", "triton.sage1_b"])
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
 def test_compiled_functions_equal_eager(name, mode):
     def block(q, k, v):
         return sagepatch.attention(q * 1.0, k, v, variant=name) * 2

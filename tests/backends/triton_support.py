@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from attention_calls import poison
 from torch import Tensor
 
 from sagepatch.backends.catalogue import BY_NAME
@@ -96,10 +97,3 @@ def check(call: Call, recipe: Recipe, *, lse: bool = True) -> tuple[Tensor, Tens
     out, found_lse, far = deviations(call, recipe, lse=lse)
     assert all(found <= allowed for found, allowed in far.values()), far
     return out, found_lse
-
-
-def poison(call: Call) -> None:
-    """Leave NaN in the memory that the allocator hands out next."""
-    if ON_GPU:
-        bytes_wanted = 8 * (call.q.numel() + call.k.numel() + call.v.numel()) + (1 << 20)
-        torch.full((bytes_wanted // 2,), float("nan"), device=DEVICE, dtype=torch.float16)

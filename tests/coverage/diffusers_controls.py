@@ -17,6 +17,7 @@ CONTROLS = (
         inputs.controlnet,
         Size(8, 8, text=7),
         {"cross_attention_dim": 768},
+        Size(64, 64, text=77),
     ),
     Family(
         "ControlNet union",
@@ -44,6 +45,7 @@ CONTROLS = (
             "addition_time_embed_dim": 256,
             "projection_class_embeddings_input_dim": 2816,
         },
+        Size(128, 128, text=77),
     ),
     Family(
         "ControlNet-XS",
@@ -66,6 +68,7 @@ CONTROLS = (
         inputs.controlnet_xs,
         Size(8, 8, text=7),
         {},
+        Size(64, 64, text=77),
     ),
     Family(
         "SparseCtrl",
@@ -82,6 +85,7 @@ CONTROLS = (
         inputs.sparse_control,
         Size(8, 8, 2),
         {"cross_attention_dim": 768},
+        Size(64, 64, 16, text=77),
     ),
     Family(
         "SD 3 ControlNet",
@@ -101,6 +105,7 @@ CONTROLS = (
         inputs.sd3_control,
         Size(16, 16),
         {},
+        Size(128, 128, text=333),
     ),
     Family(
         "FLUX ControlNet",
@@ -119,5 +124,6 @@ CONTROLS = (
         inputs.flux_control,
         Size(6, 6, text=12),
         {},
+        Size(64, 64, text=512),
     ),
 )

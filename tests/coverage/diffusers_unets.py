@@ -126,6 +126,7 @@ UNETS = (
         inputs.i2vgen,
         Size(8, 8, 2),
         {},
+        Size(88, 160, 16, text=77),
     ),
     Family(
         "Text-to-video (ModelScope)",
@@ -140,6 +141,7 @@ UNETS = (
         inputs.unet3d,
         Size(8, 8, 2),
         {},
+        Size(32, 32, 16, text=77),
     ),
     Family(
         "Kandinsky 3",
@@ -157,6 +159,7 @@ UNETS = (
         inputs.kandinsky3,
         Size(8, 8, batch=2),
         {},
+        Size(128, 128, text=128),
     ),
     Family(
         "Stable Cascade, prior",
