@@ -9,6 +9,7 @@ never touched.
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 from torch import nn
@@ -146,6 +147,7 @@ def install(module: nn.Module, way: Way, layer: PatchedLayer) -> Swap:
     ours = patched_copy(original, handle, way.route)
     before = getattr(original, "_attention_backend", None)
     unname = name_handle(handle, before, ours) if way.route is Route.DISPATCH else None
+    layer.module = weakref.ref(module)
     carrier = None
     if way.route is Route.SDPA:
         carrier = Carrier(handle)

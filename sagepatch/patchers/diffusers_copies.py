@@ -16,11 +16,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sagepatch.patchers.carrier import carried
+from sagepatch.patchers.carrier import carried, count_elsewhere, recomputed_later
 from sagepatch.patchers.code import reached
 from sagepatch.patchers.diffusers_dispatch import over_private_globals, refresh
 from sagepatch.patchers.diffusers_processors import DISPATCH, MOST_CLASSES, Route, methods_of
-from sagepatch.patchers.sdpa_redirect import inside
+from sagepatch.patchers.sdpa_redirect import TRAINING, inside
 
 # Where a dispatching stand-in carries its handle: diffusers passes it on as `backend=`.
 _BACKEND = "_attention_backend"
@@ -153,6 +153,9 @@ def _inside_redirect(call: Callable[..., Any], owner: type) -> Callable[..., Any
     def __call__(self: Any, attn: Any, *args: Any, **kwargs: Any) -> Any:
         handle = carried(attn)
         if handle is None:
+            return call(self, attn, *args, **kwargs)
+        if recomputed_later(attn):
+            count_elsewhere(handle, TRAINING)
             return call(self, attn, *args, **kwargs)
         return inside(handle, call, owner, self, attn, *args, **kwargs)
 

@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sagepatch.functional import needs_grad, run
-from sagepatch.patchers.carrier import count_elsewhere
+from sagepatch.layer import find_layer
+from sagepatch.patchers.carrier import count_elsewhere, recomputed_later
 from sagepatch.patchers.code import reached
 from sagepatch.patchers.diffusers_processors import DISPATCH
 from sagepatch.patchers.parallel import refusal, run_parallel
@@ -78,6 +80,8 @@ def make_dispatch(
                 call = SPARSE
             else:
                 call = _call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            if not isinstance(call, str) and _recomputed_later(handle):
+                call = TRAINING
             if parallel_config is not None and not isinstance(call, str):
                 call = refusal(query, key, call.attn_mask, is_causal, parallel_config) or call
             if not isinstance(call, str):
@@ -102,6 +106,15 @@ def make_dispatch(
         )
 
     return dispatch_attention_fn
+
+
+def _recomputed_later(handle: Tensor) -> bool:
+    """As `recomputed_later`, of the module that this handle's layer was installed on."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    layer = find_layer(handle)
+    module = None if layer is None else layer.module()
+    return module is not None and recomputed_later(module)
 
 
 def _call(
