@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from sagepatch.layer import find_layer
 from sagepatch.patchers.carrier import carried, count_elsewhere, recomputed_later
 from sagepatch.patchers.code import reached
 from sagepatch.patchers.diffusers_dispatch import over_private_globals, refresh
@@ -72,6 +73,19 @@ def in_force(copy: Any, module: nn.Module, handle: Tensor) -> bool:
     since.
     """
     return (vars(copy).get(_BACKEND) if _has_own_state(copy) else carried(module)) is handle
+
+
+def strays(processor: Any, module: nn.Module) -> bool:
+    """Whether what `module` calls is the stand-in of another layer, moved here by its user, or of a
+    patch that was taken back.
+    """
+    if not is_copy(processor):
+        return False
+    if not _has_own_state(processor):
+        return carried(module) is None
+    handle = vars(processor).get(_BACKEND)
+    layer = find_layer(handle) if isinstance(handle, Tensor) else None
+    return layer is None or layer.module() is not module
 
 
 def original_of(processor: Any) -> Any:

@@ -121,7 +121,7 @@ def test_every_dispatching_class_is_re_created_with_its_own_signature() -> None:
             ours = call_of(copy)
             assert ours is not None
             if route is Route.DISPATCH:
-                # An object of its own: a compiler keeps what it makes of a frame by the code object.
+                # An object of its own: a compiler keeps what it makes of a frame by it.
                 assert ours.__code__ == original.__code__
                 assert ours.__code__ is not original.__code__
                 assert ours.__globals__ is not original.__globals__
