@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from sagepatch.backends.catalogue import SDPA
@@ -95,6 +95,8 @@ class PatchedLayer:
     demoted: str | None = None
     record: Record = field(default_factory=Record)
     handle: Tensor = field(init=False)
+    # What it was installed on, for a patcher that sees only the handle in a call.
+    module: Callable[[], nn.Module | None] = field(default=lambda: None, repr=False)
     _guards: dict[torch.device, DeviceGuard] = field(default_factory=dict, repr=False)
     # By spec and request, the kernel that was chosen, and why it is exact attention where that was
     # not asked for. Bounded as the account is: a language model makes a new spec with each token.

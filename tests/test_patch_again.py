@@ -5,6 +5,7 @@ derivative; and what a kernel that fails its check may not do to one.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -128,6 +129,30 @@ def test_a_module_taken_out_of_the_model_is_reported(caplog) -> None:
     assert [layer.record.calls for layer in again.layers] == [1, 1, 1]
     assert not again.replaced()
     assert not caplog.text
+
+
+class Pipeline:
+    def __init__(self) -> None:
+        self.transformer, self.vae = stack(2), torch.nn.Linear(2, 2)
+
+    @property
+    def components(self) -> dict[str, Any]:
+        return {"transformer": self.transformer, "vae": self.vae}
+
+
+def test_a_model_put_in_a_pipeline_after_the_patch_is_reported() -> None:
+    pipe = Pipeline()
+    patch = sagepatch.apply(pipe, variant=FAST)
+    older = pipe.transformer
+    pipe.transformer = torch.compile(older)
+    assert not patch.replaced()
+    pipe.transformer = None
+    assert not patch.replaced()
+    pipe.transformer = stack(1)
+    assert patch.replaced() == {"transformer.0": "Block", "transformer.1": "nothing, it is gone"}
+    assert "2 no longer patched" in patch.report().headline()
+    pipe.transformer = older
+    assert not patch.replaced()
 
 
 def test_a_patch_on_a_part_says_what_it_leaves_unpatched(caplog) -> None:

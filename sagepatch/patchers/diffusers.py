@@ -9,6 +9,7 @@ never touched.
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 from torch import nn
@@ -22,6 +23,7 @@ from sagepatch.patchers.diffusers_copies import (
     original_of,
     patched_copy,
     retire,
+    strays,
 )
 from sagepatch.patchers.diffusers_processors import Route, Way, backend_name, elsewhere, way_of
 from sagepatch.patchers.parallel import name_handle
@@ -146,6 +148,7 @@ def install(module: nn.Module, way: Way, layer: PatchedLayer) -> Swap:
     ours = patched_copy(original, handle, way.route)
     before = getattr(original, "_attention_backend", None)
     unname = name_handle(handle, before, ours) if way.route is Route.DISPATCH else None
+    layer.module = weakref.ref(module)
     carrier = None
     if way.route is Route.SDPA:
         carrier = Carrier(handle)
@@ -153,10 +156,10 @@ def install(module: nn.Module, way: Way, layer: PatchedLayer) -> Swap:
     _put(module, ours)
 
     def undo() -> None:
-        if module.processor is ours:
-            _put(module, original_of(ours))
         if carrier is not None and module.__dict__.get(ATTRIBUTE) is carrier:
             delattr(module, ATTRIBUTE)
+        if module.processor is ours or strays(module.processor, module):
+            _put(module, original_of(module.processor))
         # Whoever kept it (diffusers does, to take a fusion back) now holds the original's like.
         retire(ours)
         if unname is not None:

@@ -17,11 +17,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sagepatch.patchers.carrier import carried
+from sagepatch.layer import find_layer
+from sagepatch.patchers.carrier import carried, count_elsewhere, recomputed_later
 from sagepatch.patchers.code import reached
 from sagepatch.patchers.diffusers_dispatch import over_private_globals, refresh
 from sagepatch.patchers.diffusers_processors import DISPATCH, MOST_CLASSES, Route, methods_of
-from sagepatch.patchers.sdpa_redirect import inside
+from sagepatch.patchers.sdpa_redirect import TRAINING, inside
 
 # Where a dispatching stand-in carries its handle: diffusers passes it on as `backend=`.
 _BACKEND = "_attention_backend"
@@ -73,6 +74,19 @@ def in_force(copy: Any, module: nn.Module, handle: Tensor) -> bool:
     since.
     """
     return (vars(copy).get(_BACKEND) if _has_own_state(copy) else carried(module)) is handle
+
+
+def strays(processor: Any, module: nn.Module) -> bool:
+    """Whether what `module` calls is the stand-in of another layer, moved here by its user, or of a
+    patch that was taken back.
+    """
+    if not is_copy(processor):
+        return False
+    if not _has_own_state(processor):
+        return carried(module) is None
+    handle = vars(processor).get(_BACKEND)
+    layer = find_layer(handle) if isinstance(handle, Tensor) else None
+    return layer is None or layer.module() is not module
 
 
 def original_of(processor: Any) -> Any:
@@ -154,6 +168,9 @@ def _inside_redirect(call: Callable[..., Any], owner: type) -> Callable[..., Any
     def __call__(self: Any, attn: Any, *args: Any, **kwargs: Any) -> Any:
         handle = carried(attn)
         if handle is None:
+            return call(self, attn, *args, **kwargs)
+        if recomputed_later(attn):
+            count_elsewhere(handle, TRAINING)
             return call(self, attn, *args, **kwargs)
         return inside(handle, call, owner, self, attn, *args, **kwargs)
 

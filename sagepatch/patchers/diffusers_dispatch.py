@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sagepatch.functional import needs_grad, run
-from sagepatch.patchers.carrier import count_elsewhere
+from sagepatch.layer import find_layer
+from sagepatch.patchers.carrier import count_elsewhere, recomputed_later
 from sagepatch.patchers.code import reached
 from sagepatch.patchers.diffusers_processors import DISPATCH
 from sagepatch.patchers.parallel import refusal, run_parallel
@@ -31,8 +33,9 @@ def over_private_globals(method: types.FunctionType, before: Any) -> types.Funct
 
     `before` is the backend that calls go to which are not ours to take.
     """
-    namespace = _private_globals(method.__globals__["__name__"], before)
-    return _over(method, namespace)
+    home = method.__globals__["__name__"]
+    _private_globals(home, before)
+    return _over(method, _private(home, before))
 
 
 def is_diffusers_own(dispatcher: Any) -> bool:
@@ -77,6 +80,8 @@ def make_dispatch(
                 call = SPARSE
             else:
                 call = _call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            if not isinstance(call, str) and _recomputed_later(handle):
+                call = TRAINING
             if parallel_config is not None and not isinstance(call, str):
                 call = refusal(query, key, call.attn_mask, is_causal, parallel_config) or call
             if not isinstance(call, str):
@@ -101,6 +106,15 @@ def make_dispatch(
         )
 
     return dispatch_attention_fn
+
+
+def _recomputed_later(handle: Tensor) -> bool:
+    """As `recomputed_later`, of the module that this handle's layer was installed on."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    layer = find_layer(handle)
+    module = None if layer is None else layer.module()
+    return module is not None and recomputed_later(module)
 
 
 def _call(
@@ -142,10 +156,14 @@ def _call(
 class _Private:
     """The globals of a module of diffusers, with our dispatcher and the functions that call it, and
     what the module held when they were last brought up to date.
+
+    `codes` holds, by the id of a code object of the module, that and the like of it that runs over
+    `namespace`.
     """
 
     namespace: dict[str, Any]
     source: dict[str, Any]
+    codes: dict[int, tuple[types.CodeType, types.CodeType]]
 
 
 def refresh(methods: Iterable[types.FunctionType], before: Any) -> None:
@@ -163,7 +181,7 @@ def _private_globals(source_name: str, before: Any) -> dict[str, Any]:
     same = known.keys() == source.keys() and all(known[key] is source[key] for key in known)
     if not same:
         private.source = dict(source)
-        _fill(private.namespace, source, before, known.keys() - source.keys())
+        _fill(private, source, before, known.keys() - source.keys())
     return private.namespace
 
 
@@ -175,13 +193,12 @@ def _private(source_name: str, before: Any) -> _Private:
     suffix = "" if before is None else f".{getattr(before, 'value', before)}"
     module = types.ModuleType(f"sagepatch.patched.{source_name}{suffix}")
     sys.modules[module.__name__] = module
-    return _Private(module.__dict__, {})
+    return _Private(module.__dict__, {}, {})
 
 
-def _fill(
-    namespace: dict[str, Any], source: dict[str, Any], before: Any, gone: Iterable[str]
-) -> None:
+def _fill(private: _Private, source: dict[str, Any], before: Any, gone: Iterable[str]) -> None:
     """Key by key: other threads may be running over these globals."""
+    namespace = private.namespace
     for key in gone:
         namespace.pop(key, None)
     for key, value in source.items():
@@ -191,14 +208,14 @@ def _fill(
         if key == DISPATCH:
             value = make_dispatch(value, before, replaced=not is_diffusers_own(value))
         elif own and any(name == DISPATCH for _, name in reached(value, type(None))):
-            value = _over(value, namespace)
+            value = _over(value, private)
         namespace[key] = value
 
 
-def _over(function: types.FunctionType, namespace: dict[str, Any]) -> types.FunctionType:
+def _over(function: types.FunctionType, private: _Private) -> types.FunctionType:
     copy = types.FunctionType(
-        function.__code__,
-        namespace,
+        _own_code(function.__code__, private),
+        private.namespace,
         function.__name__,
         function.__defaults__,
         function.__closure__,
@@ -209,3 +226,14 @@ def _over(function: types.FunctionType, namespace: dict[str, Any]) -> types.Func
     copy.__annotations__ = function.__annotations__
     copy.__doc__ = function.__doc__
     return copy
+
+
+def _own_code(code: types.CodeType, private: _Private) -> types.CodeType:
+    """A code object equal to `code` and not the same: the compiler keeps what it makes of a frame
+    by its code object, and looks up the pieces in the globals of whoever runs it next. Over two
+    globals, one of them would not have these pieces.
+    """
+    known = private.codes.get(id(code))
+    if known is None:
+        known = private.codes.setdefault(id(code), (code, code.replace()))
+    return known[1]

@@ -7,7 +7,8 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +41,20 @@ _DENOISERS = ("transformer", "unet", "model")
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The modules to patch by their name in the pipeline ("" for a model on its own), and the
-    whole's name.
+    """The modules to patch by their name in the pipeline ("" for a model on its own), the whole's
+    name, and the pipeline itself as long as it lives.
     """
 
     label: str
     modules: dict[str, nn.Module]
+    pipeline: Callable[[], Any] = lambda: None
+
+    def now(self) -> dict[str, nn.Module]:
+        """The modules that stand in the places of these: users put others in their pipelines."""
+        owned = getattr(self.pipeline(), "components", None) or {}
+        here = {name: owned.get(name) for name in self.modules}
+        others = {n: _uncompiled(part) for n, part in here.items() if isinstance(part, nn.Module)}
+        return self.modules | others
 
 
 def parts_of(model: Any, components: Sequence[str] | None, *, every: bool = False) -> Parts:
@@ -67,16 +76,18 @@ def parts_of(model: Any, components: Sequence[str] | None, *, every: bool = Fals
     modules = {
         name: _uncompiled(part) for name, part in owned.items() if isinstance(part, nn.Module)
     }
+    pipeline = weakref.ref(model)
     if every:
-        return Parts(label, modules)
+        return Parts(label, modules, pipeline)
     if components is None:
-        return Parts(label, {name: part for name, part in modules.items() if _denoises(name, part)})
+        denoisers = {name: part for name, part in modules.items() if _denoises(name, part)}
+        return Parts(label, denoisers, pipeline)
     unknown = [name for name in components if name not in modules]
     if unknown:
         raise InvalidArgument(
             f"{label} has no component {', '.join(unknown)}; it has {', '.join(modules)}"
         )
-    return Parts(label, {name: modules[name] for name in components})
+    return Parts(label, {name: modules[name] for name in components}, pipeline)
 
 
 def search(parts: Parts) -> Found:
@@ -109,7 +120,7 @@ def taken_out(parts: Parts, sites: Iterable[Site]) -> dict[str, str]:
 
     here = {
         name: module
-        for part, root in parts.modules.items()
+        for part, root in parts.now().items()
         for name, module in named_modules(root, part)
     }
     held = {id(module) for module in here.values()}

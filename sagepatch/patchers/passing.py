@@ -76,8 +76,11 @@ def counted(layer: PatchedLayer, form: tuple[Any, ...]) -> bool:
 
 
 def remember(layer: PatchedLayer, form: tuple[Any, ...], call: Call) -> None:
-    """A call of this form was served exactly, and meant to torch what it means to us."""
+    """Count a call that goes to torch as it came, and from now on others of this form: they mean to
+    torch what they mean to us.
+    """
     spec = layer.passes[form] = autocast(call).spec()
+    layer.record.ran(spec, SDPA.name)
     _note(layer, spec)
 
 

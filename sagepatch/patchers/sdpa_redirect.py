@@ -83,11 +83,11 @@ def answer(handle: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         reason = OBSERVED
     elif needs_grad(call):
         reason = TRAINING
+    elif layer is not None and form is not None:
+        remember(layer, form, call)
+        return GENUINE(*args, **kwargs)
     else:
-        out = run(call, handle=handle)[0]
-        if layer is not None and form is not None:
-            remember(layer, form, call)
-        return out
+        return run(call, handle=handle)[0]
     count_elsewhere(handle, reason)
     if torch.compiler.is_compiling():
         return GENUINE(*args, **kwargs)

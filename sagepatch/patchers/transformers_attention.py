@@ -18,6 +18,7 @@ from sagepatch.functional import needs_grad, run
 from sagepatch.layer import find_layer
 from sagepatch.patchers.carrier import carried, count_elsewhere, recomputed_later
 from sagepatch.patchers.code import own_forward
+from sagepatch.patchers.passing import counted, form_of, passing, remember
 from sagepatch.patchers.sdpa_redirect import SUBCLASS, TRAINING, plain_types
 from sagepatch.spec import Call
 
@@ -31,6 +32,8 @@ PREVIOUS: dict[str, str] = {OVER_SDPA: "sdpa", OVER_SDPA_MASKED: "sdpa", OVER_EA
 DROPOUT = "training: dropout needs the original call"
 MAP_WANTED = "output_attentions: the model's own eager attention gave the map"
 EXTRA_TERMS = ("sinks", "indices", "block_indices")
+# What makes a call more than torch's SDPA of its tensors.
+_TERMS = ("position_bias", "softcap", "s_aux", *EXTRA_TERMS)
 # What an eager attention function may take by name: what a call of ours can mean, what sends a call
 # back to the original, and what the mask says already.
 _KNOWN = frozenset(
@@ -38,7 +41,7 @@ _KNOWN = frozenset(
         "module",
         *("query", "key", "value", "query_states", "key_states", "value_states"),
         *("attention_mask", "scaling", "dropout", "is_causal", "sliding_window"),
-        *("position_bias", "softcap", "s_aux", *EXTRA_TERMS),
+        *_TERMS,
         *("output_attentions", "position_ids", "kwargs"),
     }
 )
@@ -101,7 +104,17 @@ def attend_over_sdpa(
                 )
                 return own
         result = _attend(
-            module, handle, query, key, value, attention_mask, dropout, scaling, causal, kwargs
+            module,
+            handle,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout,
+            scaling,
+            causal,
+            kwargs,
+            original_is_exact=True,
         )
         if result is not None:
             return result
@@ -136,7 +149,17 @@ def attend_over_eager(
             options = dict(kwargs)
             dropout, scaling = options.pop("dropout", 0.0), options.pop("scaling", None)
             result = _attend(
-                module, handle, query, key, value, attention_mask, dropout, scaling, False, options
+                module,
+                handle,
+                query,
+                key,
+                value,
+                attention_mask,
+                dropout,
+                scaling,
+                False,
+                options,
+                original_is_exact=False,
             )
             if result is not None:
                 return result
@@ -183,8 +206,19 @@ def _attend(
     scaling: float | None,
     causal: bool,
     options: dict[str, Any],
+    *,
+    original_is_exact: bool,
 ) -> Result | None:
-    """The call through the op, or None, counted with its reason, where the original must run."""
+    """The call through the op, or None where the original must run, counted: with its reason, or as
+    exact attention of a layer that runs nothing else.
+    """
+    layer, form = None, None
+    plain = dropout == 0.0 and all(options.get(term) is None for term in _TERMS)
+    if original_is_exact and plain:
+        layer = passing(handle)
+        form = None if layer is None else form_of(query, key, value, mask, 0.0, causal)
+    if layer is not None and form is not None and not module.training and counted(layer, form):
+        return None
     bias = options.get("position_bias")
     if causal and key.shape[2] > query.shape[2]:
         # The first filling of a cache of fixed length: what follows is not written yet.
@@ -208,6 +242,9 @@ def _attend(
             bshd_out=True,
         )
         if not (needs_grad(call) or recomputed_later(module)):
+            if layer is not None and form is not None:
+                remember(layer, form, call)
+                return None
             return run(call, handle=handle)[0].transpose(1, 2), None
         reason = TRAINING
     count_elsewhere(handle, reason)

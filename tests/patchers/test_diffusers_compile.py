@@ -229,3 +229,26 @@ def test_lora_added_and_deleted_under_a_compiled_patched_model(family: str) -> N
         assert patched.calls() == [3] * len(patched.layers)
     assert not torch.allclose(second, first, rtol=1e-3, atol=1e-3)
     assert torch.equal(third, first)
+
+
+@pytest.mark.parametrize("family", ["flux", pytest.param("sd3", marks=pytest.mark.slow)])
+def test_graphs_that_break_inside_a_processor_are_no_other_model_s(family: str) -> None:
+    @torch.compiler.disable
+    def looked_at(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        # As offloading does it: the graph breaks at each projection.
+        return out
+
+    build = {"flux": lambda: tiny_flux(1, 1), "sd3": lambda: tiny_sd3(1)}[family]
+    (model, inputs), (other, _) = build(), build()
+    plain = forward(model, inputs)
+    for one in (model, other):
+        for block in one.transformer_blocks:
+            block.attn.to_q.register_forward_hook(looked_at)
+            block.compile(backend="eager")
+    with patch_all(model, "sdpa.exact") as patched:
+        assert torch.equal(forward(model, inputs), plain)
+        # Unpatched, it found what was compiled for the patched one, and pieces of it missing.
+        assert torch.equal(forward(other, inputs), plain)
+        assert torch.equal(forward(model, inputs), plain)
+        assert patched.calls() == [2] * len(patched.layers)
+    assert torch.equal(forward(model, inputs), plain)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from diffusers import AutoencoderKL, LayerSkipConfig
 from diffusers.hooks import HookRegistry
 from diffusers.hooks.layer_skip import apply_layer_skip
@@ -254,6 +256,28 @@ def test_gradient_checkpointing_trains() -> None:  # case 46
     with patch_all(model, VARIANT):
         model(**inputs, return_dict=False)[0].sum().backward()
         assert model.transformer_blocks[0].attn.to_q.weight.grad is not None
+
+
+@pytest.mark.parametrize("family", ["flux", "sd3"])
+def test_a_reentrant_checkpoint_runs_one_forward_twice(family: str) -> None:  # case 46
+    # Its first forward is without gradients: quantised, it would not be the one that the backward
+    # differentiates.
+    def step(patched: bool) -> list[Tensor]:
+        model, inputs = BUILDERS[family]()
+        model.train()
+        model.enable_gradient_checkpointing(
+            functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
+        )
+        patch = patch_all(model, VARIANT) if patched else None
+        out = model(**inputs, return_dict=False)[0]
+        out.pow(2).mean().backward()
+        if patch is not None:
+            assert set(patch.fallbacks()) == {TRAINING}
+            assert patch.ran() == {"sdpa.exact": sum(patch.calls())}
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return [out.detach(), *gradients]
+
+    assert all(map(torch.equal, step(True), step(False)))
 
 
 @pytest.mark.parametrize("family", ["flux", "sd3"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor2_0
-from models.diffusers_models import tiny_flux, tiny_unet
+from models.diffusers_models import BUILDERS, tiny_flux, tiny_unet
 from torch import Tensor, nn
 
 import sagepatch
@@ -102,6 +102,19 @@ def test_processors_that_move_take_no_layer_with_them() -> None:
     assert not patch.replaced()
     forward(model, inputs)
     assert all(layer.record.calls == 1 for layer in patch.layers)
+
+
+@pytest.mark.parametrize("family", ["flux", "sd3"])
+def test_processors_that_moved_come_back_as_what_they_stand_for(family: str) -> None:
+    model, inputs = BUILDERS[family]()
+    plain = forward(model, inputs)
+    classes = {name: type(one) for name, one in model.attn_processors.items()}
+    patch = sagepatch.apply(model, variant="exact")
+    moved = model.attn_processors
+    model.set_attn_processor(dict(zip(moved, reversed(moved.values()), strict=True)))
+    patch.restore()
+    assert {name: type(one) for name, one in model.attn_processors.items()} == classes
+    assert torch.equal(forward(model, inputs), plain)
 
 
 def test_copies_of_a_stand_in_have_a_state_of_their_own() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from models.transformers_models import tiny_falcon
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -198,3 +199,14 @@ def test_a_method_whose_calls_fail_is_not_taken_for_known(model: nn.Module) -> N
         assert not patch.layers[0].passes_whole
         model(x())
         assert len(patch.layers[0].passes_whole) == 1
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_one_key_head_for_all_is_torch_s_own_from_the_first_call(autocast: bool) -> None:
+    # SDPA broadcasts it; as grouped heads the bits would be others.
+    model, inputs = tiny_falcon()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        plain = model(**inputs).logits
+        with sagepatch.apply(model, variant="exact") as patch:
+            assert all(torch.equal(model(**inputs).logits, plain) for _ in range(3))
+            assert {layer.record.calls for layer in patch.layers} == {3}

@@ -147,6 +147,31 @@ def test_prefill_of_a_static_cache_reads_what_is_written() -> None:
     assert {spec.kv_len for spec in patch.layers[0].record.specs} == {9, 30}
 
 
+@pytest.mark.parametrize("kind", ["static", "padded"])
+def test_a_token_after_a_cache_is_the_model_s_own_where_exact_was_asked_for(kind: str) -> None:
+    # One query, a mask and shared key heads: transformers packs the heads, torch's SDPA would
+    # compute all scores of grouped ones at length.
+    from transformers import DynamicCache, StaticCache
+
+    model, _ = tiny_llama()
+    tokens, mask = ids(length=10), torch.ones(2, 10, dtype=torch.long)
+    if kind == "padded":
+        mask[1, :4] = 0
+
+    def decoded() -> Tensor:
+        config = model.config
+        static = kind == "static"
+        cache = StaticCache(config=config, max_cache_len=30) if static else DynamicCache()
+        _logits(model, input_ids=tokens[:, :9], attention_mask=mask[:, :9], past_key_values=cache)
+        return _logits(model, input_ids=tokens[:, 9:], attention_mask=mask, past_key_values=cache)
+
+    plain = decoded()
+    patch = sagepatch.apply(model, variant="exact")
+    assert all(torch.equal(decoded(), plain) for _ in range(2))
+    assert {layer.record.by_variant["sdpa.exact"] for layer in patch.layers} == {4}
+    assert not any(layer.record.fallbacks for layer in patch.layers)
+
+
 def test_a_second_chunk_sees_the_first() -> None:
     from transformers import DynamicCache
 
