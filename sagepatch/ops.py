@@ -39,8 +39,10 @@ from sagepatch.variant import Variant
 _LIBRARY = torch.library.Library("sagepatch", "DEF")
 _LIBRARY.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, Tensor? sinks, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? handle, float scale, int? causal_offset, "
-    "int? window, float? softcap, str variant, bool bshd_out, bool return_lse) "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? handle, float scale, "
+    # Of a cache that grows these follow from lengths: an int would be a graph for each length.
+    "SymInt? causal_offset, SymInt? window, float? softcap, str variant, bool bshd_out, "
+    "bool return_lse) "
     "-> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )

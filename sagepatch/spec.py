@@ -235,6 +235,10 @@ class Call:
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuse q, k, v that do not form one attention call."""
     check_devices(q, k=k, v=v)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dtype not in DTYPE_NAMES:
+            known = ", ".join(DTYPE_NAMES.values())
+            raise InvalidArgument(f"dtype of {name} is {tensor.dtype}, needs one of {known}")
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise InvalidArgument(
             f"q, k and v must be 4-dimensional [batch, heads, tokens, head_dim]; "

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from models.layers import call, layer
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
@@ -214,3 +215,23 @@ def test_exact_attention_for_inputs_that_are_not_finite_is_counted_as_such() -> 
     run_layer(one, given)
     assert one.record.by_variant == {SDPA.name: 1}
     assert one.record.fallbacks == {"inputs were not finite": 1}
+
+
+@pytest.mark.parametrize("option", ["causal_offset", "window"])
+def test_positions_that_follow_from_lengths_are_one_graph(option: str) -> None:
+    """Of a cache that grows by a token a call: once a graph for each length, up to the limit."""
+
+    def last(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        more = k.shape[2] - q.shape[2]
+        if option == "window":
+            return attention(q, k, k, window=more, variant=FAST)
+        return attention(q, k, k, is_causal=True, causal_offset=more, variant=FAST)
+
+    torch._dynamo.reset()
+    graphs = CompileCounter()
+    compiled = torch.compile(last, backend=graphs, dynamic=True, fullgraph=True)
+    q = torch.randn(1, 2, 4, 16)
+    for length in range(20, 32):
+        k = torch.randn(1, 2, length, 16)
+        assert torch.equal(compiled(q, k), last(q, k))
+    assert graphs.frame_count == 1

@@ -9,9 +9,10 @@ import pytest
 import torch
 from models.layers import call
 
+import sagepatch
 from sagepatch import spec as specs
 from sagepatch.errors import InvalidArgument
-from sagepatch.spec import AttnSpec, Call, MaskKind, arch_of, gpu_of, mask_kind
+from sagepatch.spec import AttnSpec, Call, MaskKind, arch_of, check_shapes, gpu_of, mask_kind
 
 PLAIN = AttnSpec(2, 8, 8, 33, 47, 64, 64, "bf16", "bf16", "cpu")
 
@@ -85,6 +86,18 @@ def test_masks_of_other_numbers_are_refused(dtype) -> None:
     with pytest.raises(InvalidArgument, match="keep or add"):
         mask_kind(torch.ones(3, 3, dtype=dtype))
     assert mask_kind(None) is MaskKind.NONE
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn])
+@pytest.mark.parametrize("which", range(3), ids="qkv")
+def test_tensors_of_other_numbers_are_refused(dtype: torch.dtype, which: int) -> None:
+    # An "auto" call once went on to what torch says of its own kernels, or gave an answer.
+    given = [torch.ones(1, 2, 3, 8) for _ in range(3)]
+    given[which] = given[which].to(dtype)
+    with pytest.raises(InvalidArgument, match=f"dtype of {'qkv'[which]} is {dtype}, needs one of"):
+        check_shapes(*given)
+    with pytest.raises(InvalidArgument, match="needs one of fp16, bf16, fp32, fp64"):
+        sagepatch.attention(*given)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from sagepatch.errors import SagepatchError
 INTERRUPTED = 130
 # Of a reader that had enough, as `head` has: 128 and the number of SIGPIPE, as of any other tool.
 CUT_OFF = 141
+OUT_OF_MEMORY = "out of memory: try fewer pixels, frames or tokens, or a smaller model"
 
 app = typer.Typer(
     help="Quantised attention for diffusers pipelines and transformers models, with proof.",
@@ -41,6 +43,7 @@ for command in COMMANDS:
 
 def main() -> None:
     """The entry point `sagepatch`."""
+    _open_output()
     try:
         code = run_command(sys.argv[1:])
     finally:
@@ -63,6 +66,13 @@ def run_command(arguments: Sequence[str]) -> int:
         return _fail(text, 2) if text else 2
     except torch.OutOfMemoryError:
         return _fail("out of GPU memory: try --offload model, or fewer pixels, frames or tokens", 3)
+    except MemoryError:
+        return _fail(OUT_OF_MEMORY, 3)
+    except RuntimeError as error:
+        # On a CPU torch has no class of its own for it.
+        if "DefaultCPUAllocator" not in str(error):
+            raise
+        return _fail(OUT_OF_MEMORY, 3)
     except OSError as error:
         return _fail(f"{error.filename or 'the system'}: {error.strerror or error}", 3)
     except (KeyboardInterrupt, Abort):
@@ -70,6 +80,16 @@ def run_command(arguments: Sequence[str]) -> int:
     if code == INTERRUPTED:  # typer has met the KeyboardInterrupt first
         return _fail("interrupted", INTERRUPTED)
     return code if isinstance(code, int) else 0
+
+
+def _open_output() -> None:
+    """Results go somewhere even where standard output is closed, and a terminal that lacks a
+    character shows another one.
+    """
+    if sys.stdout is None:
+        sys.stdout = io.TextIOWrapper(io.FileIO(os.devnull, "w"))
+    elif isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _fail(sentence: str, code: int) -> int:

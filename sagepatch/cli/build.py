@@ -35,11 +35,11 @@ def build(
     """
     # The bar says it; a line for each program would only tear it.
     logging.getLogger("sagepatch.compile").setLevel(logging.WARNING)
+    where = cache_dir()
     wanted = programs(targets(all_archs))
     with progress(f"compiling {len(wanted)} programs") as step:
         made = compile_all(list(wanted), step)
     rows = [row for program, compiled in made for row in facts(program, compiled, wanted[program])]
-    where = cache_dir()
     if as_json:
         print_json(
             {"kernels": rows, "directory": None if where is None else str(where / "kernels")}

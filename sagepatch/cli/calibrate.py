@@ -13,7 +13,7 @@ from sagepatch.cli import options as o
 from sagepatch.cli.console import out, progress, say, tell
 from sagepatch.cli.generation import NEW_TOKENS, Job, check, generate, patched_part, prepare
 from sagepatch.cli.loading import Placement, load
-from sagepatch.cli.saving import check_report, check_target, write_report
+from sagepatch.cli.saving import check_apart, check_report, check_target, write_report
 from sagepatch.cli.sources import resolve
 from sagepatch.errors import InvalidArgument, MachineError
 from sagepatch.plan import DEFAULT_THRESHOLD
@@ -99,6 +99,10 @@ def calibrate(
         check_target(table, (".json",), "--table")
     if report is not None:
         check_report(report)
+    check_apart({"--prompts": prompts, "--out": out_file, "--table": table, "--report": report})
+    known = table is not None and table.exists()
+    if time_us is not None and where.device.type == "cpu" and not known:
+        raise MachineError("--time-us needs measured times, which only a GPU gives: pass --budget")
     jobs = [
         o.job_of(
             source,

@@ -55,10 +55,17 @@ def explain(
     """
     if causal_offset is not None and not causal:
         raise InvalidArgument(f"--causal-offset {causal_offset} needs --causal")
+    for name, value in (("--causal-offset", causal_offset), ("--window", window)):
+        if value is not None and abs(value) >= 1 << 63:
+            raise InvalidArgument(f"{name} {value} must be a whole number of 64 bits")
     here = Machine.here()
     own = here.gpus[0].arch if here.gpus else 0
     target = own if arch is None else arch
     spec = read_spec(shape, dtype, target, mask)
+    if packed and (spec.batch != 1 or spec.mask is not MaskKind.NONE):
+        raise InvalidArgument(
+            "a packed call has batch 1 and no mask: its members are separated by their lengths"
+        )
     spec = AttnSpec(
         **{
             **asdict(spec),

@@ -62,6 +62,10 @@ def job_of(
     tokens: int = NEW_TOKENS,
 ) -> Job:
     """The job that the options describe, on top of what the preset's documentation calls for."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"the prompt {prompt!a} holds bytes that are no text") from error
     asked = {
         "num_inference_steps": steps,
         "width": width,

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from sagepatch.cli.console import out, table, tell
-from sagepatch.cli.saving import check_report, write_report
+from sagepatch.cli.saving import check_apart, check_report, write_report
 from sagepatch.errors import InvalidArgument
 from sagepatch.plan import Plan
 from sagepatch.report.differences import Difference, differences
@@ -30,7 +30,8 @@ def report(
 ) -> None:
     """Show a saved report, or write it in another format."""
     if out_file is not None:
-        check_report(out_file)
+        check_report(out_file, "--out")
+        check_apart({"--against": against, "--out": out_file})
     made = load(saved)
     if against is not None:
         made = made.with_plan(against.name, Plan.load(against))

@@ -12,6 +12,7 @@ import torch
 import typer
 
 from sagepatch.api import Patch, apply, calibrate
+from sagepatch.backends.catalogue import CATALOGUE
 from sagepatch.cli import options as o
 from sagepatch.cli.console import out, progress, say, tell
 from sagepatch.cli.generation import NEW_TOKENS, Job, Made, check, generate, patched_part, prepare
@@ -21,6 +22,7 @@ from sagepatch.cli.saving import (
     PICTURES,
     TEXTS,
     VIDEOS,
+    check_apart,
     check_report,
     check_target,
     default_target,
@@ -29,6 +31,7 @@ from sagepatch.cli.saving import (
 )
 from sagepatch.cli.sources import Source, resolve
 from sagepatch.dispatch import Request
+from sagepatch.env import disabled
 from sagepatch.errors import InvalidArgument
 from sagepatch.plan import Plan
 from sagepatch.plan_cache import keep_plan
@@ -48,6 +51,15 @@ class Choice:
     @property
     def calibrates(self) -> bool:
         return self.plan is None and self.request.variant == "auto"
+
+    @property
+    def emulates(self) -> bool:
+        """Whether a layer may run an emulated kernel."""
+        if self.plan is not None:
+            return self.plan.emulated and self.request.emulate
+        named = [kernel for kernel in CATALOGUE if self.request.wants(kernel)]
+        asked = self.request.emulate or self.request.by_full_name
+        return asked and any(kernel.toolchain == "emulated" for kernel in named)
 
 
 @dataclass(slots=True)
@@ -108,6 +120,8 @@ def run(
         check_target(default_target(source.slug, ".png"), PICTURES, "the picture")
     if report is not None:
         check_report(report)
+    made_here = None if source.task == "text" else default_target(source.slug, ".", ".png")
+    check_apart({"--plan": plan, "--out": out_file or made_here, "--report": report})
     job = o.job_of(
         source,
         prompt,
@@ -136,7 +150,7 @@ def run(
                 lambda: generate(loaded, job.shortened(), step),
                 choice.request,
             )
-    if emulated:
+    if choice.emulates and not disabled():
         say("Emulated kernels: slower than exact attention. This shows accuracy, not speed.")
     outcome = Outcome()
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -43,12 +43,25 @@ def check_target(path: Path, suffixes: tuple[str, ...], option: str) -> None:
         raise MachineError(f"{option} {path} cannot be written: {error.strerror}") from error
 
 
-def check_report(path: Path) -> None:
+def check_apart(files: Mapping[str, Path | None]) -> None:
+    """Refuse two options that name one file: what is written last would replace the other. A device
+    or a pipe takes both.
+    """
+    seen: dict[Path, str] = {}
+    for option, path in files.items():
+        if path is None or (path.exists() and not path.is_file()):
+            continue
+        first = seen.setdefault(path.resolve(), option)
+        if first != option:
+            raise InvalidArgument(f"{first} and {option} are one file, {path}: name two")
+
+
+def check_report(path: Path, option: str = "--report") -> None:
     """As `check_target` for a report; a plot also needs matplotlib."""
-    check_target(path, REPORTS, "--report")
+    check_target(path, REPORTS, option)
     if path.suffix.lower() == ".png" and find_spec("matplotlib") is None:
         raise MachineError(
-            f"--report {path} is a plot and needs matplotlib: "
+            f"{option} {path} is a plot and needs matplotlib: "
             'pip install "sagepatch[plot]", or ask for .html or .json'
         )
 

@@ -141,3 +141,14 @@ def test_shared_memory_of_a_launch_counts() -> None:
         40000,
         40000,
     ]
+
+
+def test_a_cache_that_cannot_be_used_is_told_before_compiling(
+    sage: Sage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(build, "compile_all", lambda *_: pytest.fail("it was compiled"))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SAGEPATCH_CACHE_DIR", str(tmp_path / "file"))
+    ended = sage("build", "--all-archs")
+    assert ended.code == 3
+    assert "the cache directory" in ended.err

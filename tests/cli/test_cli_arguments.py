@@ -10,6 +10,7 @@ import sys
 
 import numpy as np
 import pytest
+from report.tables import table
 
 from sagepatch.cli import run_command
 from sagepatch.cli.generation import Made
@@ -65,8 +66,17 @@ def test_numbers_that_say_nothing_are_refused_before_the_run(arguments, monkeypa
         (("run", "demo", "--prompt", "x", "--device", "meta"), "--device is 'meta'", 2),
         (("explain", "1x8x128x128x64", "--causal-offset", "5"), "needs --causal", 2),
         (("explain", "1x8x128x128x64", "--arch", "-5"), "--arch", 2),
+        (("explain", "1x8x128x128x64", "--packed", "--mask", "bool"), "no mask", 2),
+        (("explain", "2x8x128x128x64", "--packed"), "has batch 1", 2),
+        (("explain", "1x8x128x128x64", "--window", "9" * 20), "64 bits", 2),
+        (("explain", "1x8x1x1x64", "--causal", "--causal-offset", "-" + "9" * 20), "64 bits", 2),
+        (("run", "demo", "--prompt", "caf\udce9"), "bytes that are no text", 2),
+        (("calibrate", "demo", "--prompt", "x", "--time-us", "9"), "only a GPU gives", 3),
+        (("report", "x.json", "--out", "x.pdf"), "--out x.pdf must end in", 2),
     ],
-    ids=["no name", "device", "offset", "arch"],
+    ids=lambda value: (
+        " ".join(value[1:]).encode("ascii", "replace").decode() if isinstance(value, tuple) else ""
+    ),
 )
 def test_what_commands_once_took_without_a_word(arguments, says: str, code: int, capsys) -> None:
     assert run_command(arguments) == code
@@ -79,6 +89,87 @@ def test_a_picture_is_not_drawn_for_a_text_file(monkeypatch, tmp_path, capsys) -
     command = ("run", "demo", "--prompt", "x", "--out", str(tmp_path / "x.txt"))
     assert run_command(command) == 2
     assert "must end in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "both"),
+    [
+        ("run demo --prompt x --report a.png --out a.png", "--out and --report"),
+        ("run demo --prompt x --report sagepatch-demo.png", "--out and --report"),
+        ("run demo --prompt x --plan p.json --report ./p.json", "--plan and --report"),
+        ("calibrate demo --prompt x --out a.json --table a.json", "--out and --table"),
+        ("calibrate demo --prompts p.json --out p.json", "--prompts and --out"),
+        ("report r.json --against p.json --out p.json", "--against and --out"),
+    ],
+)
+def test_one_file_is_not_written_over_another(
+    command: str, both: str, tmp_path, monkeypatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    table(1).plan(0.998).save("p.json")
+    before = (tmp_path / "p.json").read_bytes()
+    assert run_command(command.split()) == 2
+    assert f"{both} are one file" in capsys.readouterr().err
+    assert (tmp_path / "p.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), True),
+        (("--variant", "emulated.sage2_8", "--no-emulate"), True),
+        (("--variant", "exact"), False),
+        (("--variant", "triton.sage2_8"), False),
+        (("--no-emulate",), False),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_emulation_is_told_where_a_layer_may_be_emulated(
+    options, said: bool, tmp_path, monkeypatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for ending in ("compared", "single"):
+        monkeypatch.setattr(f"sagepatch.cli.run.{ending}", lambda *_: None)
+    assert run_command(("run", "demo", "--prompt", "a cat", *options)) == 0
+    assert ("Emulated kernels" in capsys.readouterr().err) is said
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes")],
+    ids=["python", "torch"],
+)
+def test_too_little_memory_is_no_fault_of_ours(error: Exception, monkeypatch, capsys) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("sagepatch.cli.info.state", fails)
+    assert run_command(("info",)) == 3
+    assert "out of memory" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell closes the output")
+@pytest.mark.parametrize("arguments", ["info", "info --json"])
+def test_a_closed_output_is_no_fault(arguments: str) -> None:
+    code = f"import sys; sys.argv[1:] = {arguments.split()}; from sagepatch.cli import main; main()"
+    shell = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", code]
+    done = subprocess.run(shell, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_terminal_that_lacks_a_character_shows_another() -> None:
+    code = (
+        "import sys, sagepatch.cli as cli\n"
+        "cli.info.state = lambda *_: 'bar \\u2588 caf\\u00e9'\n"
+        "sys.argv[1:] = ['info']\n"
+        "cli.main()\n"
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, env=environment, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"bar ? caf?" in done.stdout
 
 
 def test_a_video_that_the_format_cannot_hold_is_kept(tmp_path) -> None:

@@ -85,6 +85,13 @@ def test_it_fits_its_window(width: int, before: str, opened: Open) -> None:
     assert cell[1] <= width
 
 
+def test_a_long_name_of_a_fact_fits_too(opened: Open) -> None:
+    report = report_of_table(table(1))
+    page = opened(replace(report, machine={**report.machine, "package" * 20: "1.0"}))
+    page.show(width=360)
+    assert page.run("document.documentElement.scrollWidth") <= 360
+
+
 def test_many_steps_are_colours(opened: Open) -> None:
     calibration = table(1)
     layer = calibration.layers[0]
