@@ -155,6 +155,25 @@ def test_a_model_put_in_a_pipeline_after_the_patch_is_reported() -> None:
     assert not patch.replaced()
 
 
+class Slotted:
+    __slots__ = ("transformer",)
+
+    def __init__(self) -> None:
+        self.transformer = stack()
+
+    @property
+    def components(self) -> dict[str, torch.nn.Module]:
+        return {"transformer": self.transformer}
+
+
+def test_a_pipeline_that_has_no_weak_references_is_patched() -> None:
+    pipe = Slotted()
+    with sagepatch.apply(pipe, variant=FAST) as patch:
+        pipe.transformer = stack(1)
+        assert not patch.replaced()
+    assert sagepatch.apply(pipe, variant=FAST).report().layers
+
+
 def test_a_patch_on_a_part_says_what_it_leaves_unpatched(caplog) -> None:
     model = stack()
     older = sagepatch.apply(model, variant=FAST)

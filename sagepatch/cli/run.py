@@ -120,7 +120,7 @@ def run(
         check_target(default_target(source.slug, ".png"), PICTURES, "the picture")
     if report is not None:
         check_report(report)
-    made_here = None if source.task == "text" else default_target(source.slug, ".", ".png")
+    made_here = None if source.task == "text" else default_target(source.slug, ".png")
     check_apart({"--plan": plan, "--out": out_file or made_here, "--report": report})
     job = o.job_of(
         source,

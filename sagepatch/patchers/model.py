@@ -76,7 +76,8 @@ def parts_of(model: Any, components: Sequence[str] | None, *, every: bool = Fals
     modules = {
         name: _uncompiled(part) for name, part in owned.items() if isinstance(part, nn.Module)
     }
-    pipeline = weakref.ref(model)
+    # Of objects with slots there may be no weak reference: what is put in them later is not seen.
+    pipeline = weakref.ref(model) if type(model).__weakrefoffset__ else lambda: None
     if every:
         return Parts(label, modules, pipeline)
     if components is None:

@@ -6,7 +6,7 @@ import math
 import random
 from dataclasses import replace
 
-from report_rows import EXACT, REPORT, ROW
+from report.report_rows import EXACT, REPORT, ROW
 
 from sagepatch.backends.catalogue import BY_NAME
 from sagepatch.calibration.sample import HeadErrors, Sample

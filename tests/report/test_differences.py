@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from report.report_rows import EXACT, RANGED, REPORT, ROW
 from report.tables import report_of_plan, table
-from report_rows import EXACT, RANGED, REPORT, ROW
 
 from sagepatch.errors import InvalidArgument
 from sagepatch.plan import Plan, PlanEntry

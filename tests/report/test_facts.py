@@ -7,8 +7,8 @@ import math
 from dataclasses import replace
 
 import pytest
+from report.report_rows import EXACT, REPORT, ROW
 from report.tables import report_of_plan, report_of_table, table
-from report_rows import EXACT, REPORT, ROW
 
 from sagepatch.calibration.table import Calibration
 from sagepatch.errors import InvalidArgument

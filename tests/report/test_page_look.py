@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import pytest
 from report.conftest import Open
+from report.report_rows import REPORT, ROW
 from report.tables import report_of_plan, report_of_table, table
-from report_rows import REPORT, ROW
 
 from sagepatch.calibration.table import Calibration
 from sagepatch.patchers.site import Left

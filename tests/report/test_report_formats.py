@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from report.report_rows import EXACT, RANGED, REPORT, ROW
 from report.tables import report_of_table, table
-from report_rows import EXACT, RANGED, REPORT, ROW
 
 from sagepatch.errors import MachineError
 from sagepatch.patchers.site import Left

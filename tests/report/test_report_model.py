@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from report_rows import EXACT, LOST, REPORT, ROW
+from report.report_rows import EXACT, LOST, REPORT, ROW
 
 from sagepatch.backends import unusable
 from sagepatch.backends.catalogue import BY_NAME

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from report.report_rows import EXACT, RANGED, REPORT, ROW
 from report.tables import report_of_table, table
-from report_rows import EXACT, RANGED, REPORT, ROW
 
 from sagepatch.errors import InvalidArgument, ModelError
 from sagepatch.report.pictures import Comparison
