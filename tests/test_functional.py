@@ -279,7 +279,7 @@ def test_one_graph_for_all_lengths(variant: str, D: int, layout: str) -> None:
 
 
 def test_an_offset_of_zero_is_no_graph_of_its_own() -> None:
-    """Lengths that are equal, and lengths that are not, of one compiled and one exported program."""
+    """Lengths that are equal, and that are not, of one compiled and one exported program."""
     from torch._dynamo.testing import CompileCounter
 
     class Last(torch.nn.Module):
