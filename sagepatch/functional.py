@@ -104,12 +104,12 @@ def attention(
             [B, Hq, Sq, Skv].
         dropout_p: must be 0.
         is_causal: top-left aligned, as in SDPA. Not together with `attn_mask`.
-        scale: multiplies the scores; 1/sqrt(D) by default.
+        scale: multiplies the scores; 1/sqrt(D) by default. Of size 2**-100 to 2**100, or 0.
         enable_gqa: accepted for SDPA's sake; shared key heads are recognised from the shapes.
         causal_offset: hides key j from query i where j > i + causal_offset; needs `is_causal=True`.
             Skv - Sq is the alignment that a key-value cache needs.
         window: keeps each token and the window - 1 before it, so later keys are hidden too.
-        softcap: c replaces the scaled scores x by c * tanh(x / c).
+        softcap: c replaces the scaled scores x by c * tanh(x / c); 2**-100 to 2**100.
         sinks: [Hq], one extra logit a head that takes weight and gives nothing.
         cu_seqlens_q, cu_seqlens_kv: [members + 1] int32 or int64 cumulative lengths of a packed
             call with B = 1.
