@@ -9,15 +9,20 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
 
 from sagepatch.errors import InvalidArgument
 from sagepatch.ops import check_rising
 
+# What a scale and a soft cap can be: FP32 holds these, their inverse and their product with scores.
+LEAST, MOST = 2.0**-100, 2.0**100
+_WITHIN = "2**-100 to 2**100, which FP32 holds"
 
-def check_tensors(given: Iterable[tuple[str, object]]) -> None:
-    """Refuse what is no tensor, or no dense one; None passes."""
+
+def check_tensors(given: Iterable[tuple[str, object]], *, needed: bool = False) -> None:
+    """Refuse what is no tensor, or no dense one; None passes unless all are `needed`."""
     for name, value in given:
-        if value is None:
+        if value is None and not needed:
             continue
         if not isinstance(value, Tensor):
             raise InvalidArgument(f"{name} is {shown(value)}, needs a tensor")
@@ -36,12 +41,15 @@ def check_numbers(given: Iterable[tuple[str, object]]) -> None:
 def check_flags(given: Iterable[tuple[str, object]]) -> None:
     """Refuse words and collections where yes or no is asked for: "no" would count as yes."""
     for name, value in given:
-        if isinstance(value, (str, bytes, list, tuple, dict, set, frozenset)):
+        wrong = isinstance(value, (str, bytes, list, tuple, dict, set, frozenset))
+        if wrong or _holds_several(value):
             raise InvalidArgument(f"{name} is {shown(value)}, needs True or False")
 
 
 def shown(value: object) -> str:
     """A wrong argument in a sentence: its type, and what it holds where that is short."""
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"a whole number of {value.bit_length()} bits"
     text = repr(value)
     kind = type(value).__name__
     return f"{text} ({kind})" if len(text) <= 60 and "\n" not in text else f"of type {kind}"
@@ -51,7 +59,15 @@ def _is_number(value: object) -> bool:
     if isinstance(value, (bool, int, float, torch.SymInt, torch.SymFloat)):
         return True
     # Numbers of other libraries, and tensors that hold one.
-    return hasattr(value, "__float__") and not getattr(value, "shape", ())
+    if isinstance(value, Tensor) and value.dtype.is_complex:
+        return False
+    return hasattr(value, "__float__") and not _holds_several(value)
+
+
+def _holds_several(value: object) -> bool:
+    """Whether a value is a tensor or an array with axes."""
+    shape: object = getattr(value, "shape", None)
+    return bool(shape)
 
 
 def check_options(
@@ -74,26 +90,33 @@ def check_options(
     # torch's SDPA turns a scale of NaN into zeros.
     if scale is not None and not abs(scale) < math.inf:
         raise InvalidArgument(f"scale={scale} must be finite")
-    if causal_offset is not None and not is_causal:
-        raise InvalidArgument(f"causal_offset={causal_offset} needs is_causal=True")
+    if scale is not None and scale != 0 and not LEAST <= abs(scale) <= MOST:
+        raise InvalidArgument(f"scale is {shown(scale)}, needs {_WITHIN}, of either sign, or 0")
     for name, value in (("causal_offset", causal_offset), ("window", window)):
         if value is not None and not _whole(value):
-            raise InvalidArgument(f"{name}={value!r} must be a whole number of 64 bits")
+            raise InvalidArgument(f"{name} is {shown(value)}, needs a whole number of 64 bits")
+    if causal_offset is not None and not is_causal:
+        raise InvalidArgument(f"causal_offset={causal_offset} needs is_causal=True")
     if window is not None and window < 1:
         raise InvalidArgument(
             f"window={window} must keep at least the token itself: pass 1 or more"
         )
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise InvalidArgument(f"softcap={softcap} must be positive and finite")
+    if softcap is not None and not LEAST <= softcap <= MOST:
+        raise InvalidArgument(f"softcap is {shown(softcap)}, needs {_WITHIN}")
     if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
         raise InvalidArgument(
             f"sinks has shape {tuple(sinks.shape)}, needs one value a query head: ({q.shape[1]},)"
         )
+    if sinks is not None and (sinks.dtype.is_complex or sinks.dtype == torch.bool):
+        raise InvalidArgument(f"sinks has dtype {sinks.dtype}, needs real numbers")
 
 
 def _whole(value: object) -> bool:
     if isinstance(value, torch.SymInt):
         return True
+    # True is a whole number to Python, and tensors do not count with it.
+    if isinstance(value, bool):
+        return False
     return isinstance(value, int) and abs(value) < 1 << 63
 
 
@@ -118,6 +141,10 @@ def check_packed(
             )
         if offsets.numel() < 2:
             raise InvalidArgument(f"{name} needs at least two entries, found {offsets.numel()}")
+        if _varies(offsets):
+            raise InvalidArgument(
+                f"{name} cannot differ over a vmap: call attention once for each row of it"
+            )
         # What is fake or traced holds no numbers yet; the op looks again.
         if type(offsets) is Tensor and not torch.compiler.is_compiling():
             check_rising(name, offsets, total)
@@ -126,3 +153,16 @@ def check_packed(
             f"cu_seqlens_q and cu_seqlens_kv describe {cu_seqlens_q.numel() - 1} "
             f"and {cu_seqlens_kv.numel() - 1} members"
         )
+
+
+def _varies(tensor: Tensor) -> bool:
+    """Whether a `torch.vmap` around this call gives the tensor other numbers in each of its
+    members.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False

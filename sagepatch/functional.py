@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from sagepatch.arguments import check_flags, check_options, check_packed, check_tensors
+from sagepatch.arguments import (
+    LEAST,
+    MOST,
+    check_flags,
+    check_options,
+    check_packed,
+    check_tensors,
+    shown,
+)
 from sagepatch.backends.sdpa import run as run_sdpa
 from sagepatch.dispatch import Request
 from sagepatch.errors import InvalidArgument
@@ -96,12 +104,12 @@ def attention(
             [B, Hq, Sq, Skv].
         dropout_p: must be 0.
         is_causal: top-left aligned, as in SDPA. Not together with `attn_mask`.
-        scale: multiplies the scores; 1/sqrt(D) by default.
+        scale: multiplies the scores; 1/sqrt(D) by default. Of size 2**-100 to 2**100, or 0.
         enable_gqa: accepted for SDPA's sake; shared key heads are recognised from the shapes.
         causal_offset: hides key j from query i where j > i + causal_offset; needs `is_causal=True`.
             Skv - Sq is the alignment that a key-value cache needs.
         window: keeps each token and the window - 1 before it, so later keys are hidden too.
-        softcap: c replaces the scaled scores x by c * tanh(x / c).
+        softcap: c replaces the scaled scores x by c * tanh(x / c); 2**-100 to 2**100.
         sinks: [Hq], one extra logit a head that takes weight and gives nothing.
         cu_seqlens_q, cu_seqlens_kv: [members + 1] int32 or int64 cumulative lengths of a packed
             call with B = 1.
@@ -152,18 +160,21 @@ def attention(
             except TypeError:
                 # Something in it has no hash, so it is no option; refused below.
                 key = known = None
-            usual = scale is None or (isinstance(scale, float | int) and abs(scale) < math.inf)
+            usual = scale is None or (
+                isinstance(scale, float | int) and LEAST <= abs(scale) <= MOST
+            )
             if known is not None and usual:
                 scale = known.scale if scale is None else float(scale)
                 out, lse = known.prepared(at, scale, known.form)
                 return out if lse is None else (out, lse)
     if dropout_p != 0.0:
         raise InvalidArgument(
-            f"dropout_p is {dropout_p}; quantised attention has no dropout, pass 0"
+            f"dropout_p is {shown(dropout_p)}; quantised attention has no dropout, pass 0"
         )
     if layout not in ("BHSD", "BSHD"):
-        raise InvalidArgument(f"layout is {layout!r}, needs 'BHSD' or 'BSHD'")
-    check_tensors([("q", q), ("k", k), ("v", v), ("attn_mask", attn_mask), ("sinks", sinks)])
+        raise InvalidArgument(f"layout is {shown(layout)}, needs 'BHSD' or 'BSHD'")
+    check_tensors([("q", q), ("k", k), ("v", v)], needed=True)
+    check_tensors([("attn_mask", attn_mask), ("sinks", sinks)])
     check_tensors([("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)])
     check_flags([("enable_gqa", enable_gqa), ("return_lse", return_lse)])
     batched = q.dim() == 4
@@ -186,7 +197,10 @@ def attention(
     if cu_seqlens_q is not None and cu_seqlens_kv is not None:
         check_packed(q, k, attn_mask, cu_seqlens_q, cu_seqlens_kv)
     Request(variant)
-    offset = (causal_offset or 0) if is_causal or window is not None else None
+    offset = None
+    if is_causal or window is not None:
+        # Not `causal_offset or 0`: a graph would be one for offset 0, another for the rest.
+        offset = 0 if causal_offset is None else causal_offset
     call = Call(
         q,
         k,

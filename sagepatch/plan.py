@@ -4,10 +4,12 @@ JSON.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
-import tempfile
+import secrets
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -191,12 +193,13 @@ class Plan:
         unknown = sorted({entry.site for entry in self.entries} - set(sites))
         if unknown:
             raise PlanError(
-                f"the plan for {self.model} names {len(unknown)} layers "
+                f"the plan for {first([self.model])} names {len(unknown)} layers "
                 f"that this model has not: {first(unknown)}"
             )
         if fingerprint != self.fingerprint:
             raise PlanError(
-                f"the plan was made for another model ({self.model}, structure {self.fingerprint}; "
+                f"the plan was made for another model ({first([self.model])}, "
+                f"structure {first([self.fingerprint])}; "
                 f"this one is {fingerprint}): calibrate again"
             )
 
@@ -238,37 +241,53 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     """Write a file whole or not at all; raises `MachineError` with one sentence. A device or a pipe
-    (/dev/stdout) is written to, not replaced.
+    (/dev/stdout) is written to, not replaced, and so is what a symbolic link points to. A new file
+    has the permissions that the process gives its files, an old one keeps its own.
     """
-    target = Path(path)
+    given = Path(path)
     try:
-        if target.exists() and not target.is_file():
-            with target.open("wb") as file:
+        if given.exists() and (not given.is_file() or _is_open(given)):
+            with given.open("wb") as file:
                 file.write(data)
             return
-        handle, temporary = tempfile.mkstemp(dir=target.parent or ".", prefix=f".{target.name}.")
+        target = Path(os.path.realpath(given))
+        if target.is_symlink():
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
+        temporary = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}")
+
+        def opener(name: str, flags: int) -> int:
+            return os.open(name, flags, 0o666 if mode is None else mode)
+
         try:
-            with os.fdopen(handle, "wb") as file:
+            with open(temporary, "xb", opener=opener) as file:
                 file.write(data)
-            os.chmod(temporary, 0o644)
+            if mode is not None:
+                os.chmod(temporary, mode)
             os.replace(temporary, target)
         except OSError:
-            Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise MachineError(f"cannot write {target}: {error.strerror or error}") from error
+        raise MachineError(f"cannot write {given}: {error.strerror or error}") from error
     except ValueError as error:  # a path that no system can have
         raise MachineError(f"cannot write {os.fspath(path)!r}: {error}") from error
+
+
+def _is_open(path: Path) -> bool:
+    """Whether a path names a file that a process has open, such as /dev/stdout."""
+    folder = str(path.absolute().parent)
+    return folder in ("/dev", "/dev/fd") or folder.startswith("/proc/")
 
 
 def _upgraded(data: dict[str, Any], origin: str) -> dict[str, Any]:
     """The same plan in the present schema; refuses schemas that this version does not know."""
     schema = data.get("schema")
     if isinstance(schema, bool) or not isinstance(schema, int) or schema < 1:
-        raise PlanError(f"{origin} has schema {schema!r}, needs a number from 1 to {SCHEMA}")
+        raise PlanError(f"{origin} has schema {quoted(schema)}, needs a number from 1 to {SCHEMA}")
     if schema > SCHEMA:
         raise PlanError(
-            f"{origin} has schema {schema}, this version reads up to {SCHEMA}: "
+            f"{origin} has schema {quoted(schema)}, this version reads up to {SCHEMA}: "
             "upgrade sagepatch, or make the plan again"
         )
     while data["schema"] < SCHEMA:
@@ -329,7 +348,7 @@ def _entry(data: Any, origin: str) -> PlanEntry:
         raise PlanError(f"{origin}: kind is {quoted(values['kind'])}, needs {', '.join(KINDS)}")
     listed = data["ranges"]
     if not isinstance(listed, list):
-        raise PlanError(f"{origin}: ranges is {listed!r}, needs a list")
+        raise PlanError(f"{origin}: ranges is {quoted(listed)}, needs a list")
     ranges = tuple(
         PlanRange(**typed(PlanRange, part, f"{origin}, range {number}"))
         for number, part in enumerate(listed, 1)
@@ -338,9 +357,9 @@ def _entry(data: Any, origin: str) -> PlanEntry:
     starts = [*(part.start for part in ranges), 1.0]
     rising = all(part.start < part.end for part in ranges)
     if ranges and (starts != ends or not rising):
-        parts = ", ".join(f"{part.start:g} to {part.end:g}" for part in ranges)
+        parts = first([f"{part.start:g} to {part.end:g}" for part in ranges])
         raise PlanError(
-            f"{origin}: the ranges of {values['site']} are {parts}; "
+            f"{origin}: the ranges of {first([values['site']])} are {parts}; "
             "they must follow one another from 0 to 1"
         )
     return PlanEntry(**{**values, "ranges": ranges})

@@ -5,6 +5,7 @@ Knows no plan.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
@@ -13,6 +14,8 @@ from sagepatch.errors import PlanError
 
 # Characters of one value in a sentence; a layer's path has some 60.
 _MOST_SHOWN = 200
+# Half of a character: JSON has it as an escape, no file and no page can hold it.
+_HALF = re.compile("[\ud800-\udfff]")
 # What numbers can be. Bounds may be overrun by rounding, in files of any age.
 _ROUNDING = 1e-3
 _ANY = (0.0, math.inf)
@@ -43,6 +46,7 @@ def typed(cls: type, data: Any, origin: str, skip: frozenset[str] | set[str] = f
             odd = isinstance(data[name], float) and kind.startswith("float")
             needed = "a finite number" if odd else kind
             needed = "a list of strings" if kind.startswith("tuple") else needed
+            needed += " that UTF-8 can hold" if _holds_halves(data[name]) else ""
             raise PlanError(f"{origin}: {name} is {quoted(data[name])}, needs {needed}")
         _check_bounds(name, data[name], origin)
     return {name: tuple(v) if isinstance(v, list) else v for name, v in data.items()}
@@ -53,7 +57,9 @@ def _check_bounds(name: str, value: Any, origin: str) -> None:
     if isinstance(value, dict):
         odd = next((key for key, one in value.items() if isinstance(one, int) and one < 0), None)
         if odd is not None:
-            raise PlanError(f"{origin}: {name} has {quoted(value[odd])} for {odd}, needs 0 or more")
+            raise PlanError(
+                f"{origin}: {name} has {quoted(value[odd])} for {first([odd])}, needs 0 or more"
+            )
     if value is None or name not in _BOUNDS:
         return
     least, most = _BOUNDS[name]
@@ -82,14 +88,21 @@ def is_of(value: Any, kind: str) -> bool:
     if isinstance(value, bool):
         return kind == "bool"
     if isinstance(value, list):
-        return kind.startswith("tuple") and all(isinstance(item, str) for item in value)
+        return kind.startswith("tuple") and all(is_of(item, "str") for item in value)
     if isinstance(value, dict):
         items = kind.removeprefix("dict[str, ").removesuffix("]")
-        return kind.startswith("dict") and all(is_of(item, items) for item in value.values())
+        whole = all(is_of(key, "str") for key in value)
+        return kind.startswith("dict") and whole and all(is_of(v, items) for v in value.values())
     if kind.startswith("float"):
         # A whole number may be too large for a float, which it would become somewhere.
         wide = isinstance(value, int) and abs(value) >= 1 << 63
         return isinstance(value, int | float) and not wide and math.isfinite(value)
     if kind.startswith("int"):
         return isinstance(value, int) and abs(value) < 1 << 63
-    return kind.startswith("str") and isinstance(value, str)
+    return kind.startswith("str") and isinstance(value, str) and not _HALF.search(value)
+
+
+def _holds_halves(value: Any) -> bool:
+    items = [*value, *value.values()] if isinstance(value, dict) else value
+    texts = [value] if isinstance(value, str) else items if isinstance(items, list) else []
+    return any(isinstance(text, str) and _HALF.search(text) for text in texts)

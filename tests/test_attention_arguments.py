@@ -85,7 +85,11 @@ def test_names_that_no_kernel_has_are_refused_with_those_there_are(name) -> None
         *((name, "1") for name in ("window", "causal_offset", "softcap", "scale", "dropout_p")),
         *((name, []) for name in ("is_causal", "return_lse", "enable_gqa", "dropout_p")),
         *((name, "no") for name in ("is_causal", "return_lse", "enable_gqa")),
+        *((name, torch.ones(2)) for name in ("is_causal", "return_lse", "enable_gqa", "layout")),
+        *((name, np.ones(2)) for name in ("is_causal", "scale", "softcap", "window")),
+        *((name, value) for name in ("scale", "softcap") for value in (1j, torch.tensor(1j))),
         *((name, [[1.0]]) for name in ("q", "k", "v", "attn_mask", "sinks", "cu_seqlens_q")),
+        *((name, None) for name in ("q", "k", "v")),
     ],
 )
 def test_arguments_of_a_wrong_kind_are_refused_by_name(name: str, value) -> None:

@@ -76,17 +76,52 @@ def test_exact_attention_in_fp64_is_fp64_with_every_option(options) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"softcap": math.inf}, "softcap=inf"),
-        ({"window": 2.5}, "window=2.5"),
+        ({"softcap": math.inf}, "softcap is inf"),
+        ({"window": 2.5}, "window is 2.5"),
         ({"window": 1 << 63}, "64 bits"),
-        ({"causal_offset": 0.5, "is_causal": True}, "causal_offset=0.5"),
+        ({"causal_offset": 0.5, "is_causal": True}, "causal_offset is 0.5"),
+        # Once wrong: numbers that FP32 does not hold gave NaN, or an error of Python's own.
+        *(({"softcap": value}, "softcap is .* FP32") for value in (1e300, 3e38, 1e-50, 0, -1.0)),
+        *(({"scale": value}, "scale is .* FP32") for value in (1e300, -1e300, 1e-300, 10**400)),
+        ({"scale": 10**5000}, "scale is a whole number of 16610 bits"),
+        ({"softcap": 10**5000}, "softcap is a whole number of 16610 bits"),
+        ({"window": 10**5000}, "window is a whole number of 16610 bits"),
+        # Once wrong: they passed for 1, and subtracting them was torch's error.
+        ({"window": True}, "window is True"),
+        ({"causal_offset": True, "is_causal": True}, "causal_offset is True"),
+        # Once wrong: the imaginary part was dropped.
+        ({"sinks": torch.ones(4) * 1j}, "sinks has dtype torch.complex64"),
+        ({"sinks": torch.ones(4) > 0}, "sinks has dtype torch.bool"),
     ],
-    ids=["softcap", "window", "window too large", "offset"],
+    ids=lambda given: given if isinstance(given, str) else "",
 )
-def test_options_that_no_kernel_can_honour_are_refused(options, says: str) -> None:
+@pytest.mark.parametrize("variant", ["exact", FAST])
+def test_options_that_no_kernel_can_honour_are_refused(variant: str, options, says: str) -> None:
     q, k, v = qkv()
     with pytest.raises(InvalidArgument, match=says):
-        sagepatch.attention(q, k, v, **options)
+        sagepatch.attention(q, k, v, variant=variant, **options)
+
+
+@pytest.mark.parametrize("variant", ["exact", FAST])
+@pytest.mark.parametrize("option", ["scale", "softcap"])
+@pytest.mark.parametrize("value", [2.0**-100, 2.0**100])
+def test_the_least_and_the_largest_options_give_numbers(variant: str, option: str, value) -> None:
+    q, k, v = qkv()
+    for causal in (False, True):
+        out = sagepatch.attention(q, k, v, variant=variant, is_causal=causal, **{option: value})
+        assert out.isfinite().all()
+
+
+def test_lengths_that_differ_over_a_vmap_are_refused() -> None:
+    x = qkv()[0][:1]
+
+    def packed(ends: torch.Tensor) -> torch.Tensor:
+        return sagepatch.attention(x, x, x, cu_seqlens_q=ends, cu_seqlens_kv=ends, variant=FAST)
+
+    with pytest.raises(InvalidArgument, match="cu_seqlens_q cannot differ over a vmap"):
+        torch.vmap(packed)(torch.tensor([[0, 5, 20], [0, 6, 20]]))
+    ends = torch.tensor([0, 5, 20])
+    assert torch.equal(torch.vmap(lambda y: packed(ends) + y)(torch.zeros(2))[1], packed(ends))
 
 
 def test_tensors_that_hold_no_attention_call_are_refused() -> None:

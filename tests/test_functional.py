@@ -278,6 +278,28 @@ def test_one_graph_for_all_lengths(variant: str, D: int, layout: str) -> None:
     assert counter.frame_count == 1
 
 
+def test_an_offset_of_zero_is_no_graph_of_its_own() -> None:
+    """Lengths that are equal, and that are not, of one compiled and one exported program."""
+    from torch._dynamo.testing import CompileCounter
+
+    class Last(torch.nn.Module):
+        def forward(self, q, k):
+            offset = k.shape[2] - q.shape[2]
+            return sagepatch.attention(q, k, k, is_causal=True, causal_offset=offset, variant=FAST)
+
+    lengths = [(20, 33), (20, 20), (21, 40), (33, 33)]
+    calls = [qkv(Sq=Sq, Skv=Skv)[:2] for Sq, Skv in lengths]
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(Last(), fullgraph=True, dynamic=True, backend=counter)
+    axes = {name: {2: torch.export.Dim(name + "_len", min=2, max=64)} for name in "qk"}
+    exported = torch.export.export(Last(), calls[0], dynamic_shapes=axes).module()
+    for q, k in calls:
+        assert torch.equal(compiled(q, k), Last()(q, k))
+        assert torch.equal(exported(q, k), Last()(q, k))
+    assert counter.frame_count == 1
+
+
 # case 15
 @pytest.mark.parametrize("variant", ["exact", FAST, SAFE])
 @pytest.mark.parametrize(("Sq", "Skv"), [(0, 5), (5, 0), (5, 1), (1, 5), (1, 1), (130, 3)])

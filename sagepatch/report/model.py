@@ -124,6 +124,15 @@ class Report:
         """How many layers were found, patched by tier, left alone, and lost their patch."""
         return Counts.of(self.layers, len(self.left))
 
+    @property
+    def emulates(self) -> bool:
+        """Whether a layer runs an emulated kernel, or ran one."""
+        return any(
+            name.startswith("emulated.")
+            for row in self.layers
+            for name in (row.variant, *row.by_variant, *(part.variant for part in row.ranges))
+        )
+
     def attention(self) -> AttentionTime | None:
         """Time in attention and what the kernels gain; None where nothing was timed."""
         return (
@@ -143,7 +152,7 @@ class Report:
         why layers run exact, warnings.
         """
         found = [] if self.in_force else [TAKEN_BACK]
-        found += [EMULATION] if self.emulated else []
+        found += [EMULATION] if self.emulates else []
         why = why_exact(self.layers)
         if why is not None:
             found.append(why)

@@ -1,9 +1,10 @@
-"""Text that any terminal, page or file can take: what would act instead of being shown is
-escaped. Knows no reports.
+"""Values that any terminal, page or file can take: text that would act instead of being shown is
+escaped, numbers that JSON does not have are none. Knows no reports.
 """
 
 from __future__ import annotations
 
+import math
 import unicodedata
 from typing import Any
 
@@ -31,6 +32,17 @@ def printable_deep(value: Any) -> Any:
         return {printable(str(key)): printable_deep(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(printable_deep(item) for item in value)
+    return value
+
+
+def finite_deep(value: Any) -> Any:
+    """A JSON value with None for every number in it that is not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: finite_deep(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_deep(item) for item in value]
     return value
 
 

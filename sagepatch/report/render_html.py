@@ -15,6 +15,7 @@ from sagepatch.report.differences import worded
 from sagepatch.report.facts import bound_of, facts
 from sagepatch.report.model import LayerRow, Report
 from sagepatch.report.pictures import DIFFERENCE_GAIN, Comparison, difference, png_bytes
+from sagepatch.report.printable import finite_deep
 from sagepatch.report.summary import grouped, shares
 from sagepatch.report.tiles import lead, tiles
 
@@ -110,7 +111,7 @@ def _data(value: Any) -> Markup:
     """JSON that no text in it can end early."""
     from markupsafe import Markup
 
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(finite_deep(value), allow_nan=False, separators=(",", ":"))
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
     return Markup(text)

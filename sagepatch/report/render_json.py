@@ -17,9 +17,10 @@ from sagepatch.errors import InvalidArgument, ModelError, PlanError
 from sagepatch.numerics.recipe import TIERS
 from sagepatch.patchers.site import Left
 from sagepatch.plan import PlanRange
+from sagepatch.plan_values import first, quoted
 from sagepatch.report.model import LayerRow, Report
 from sagepatch.report.pictures import Comparison
-from sagepatch.report.printable import printable, printable_deep
+from sagepatch.report.printable import finite_deep, printable, printable_deep
 
 SCHEMA = 2
 # The fields of a report that stand at the top of its JSON, with their types.
@@ -69,7 +70,7 @@ def render(report: Report) -> str:
         if report.calibration is None
         else json.loads(table_json.rendered(report.calibration)),
     }
-    return json.dumps(_finite(data), indent=1, allow_nan=False) + "\n"
+    return json.dumps(finite_deep(data), indent=1, allow_nan=False) + "\n"
 
 
 def load(path: str | os.PathLike[str]) -> Report:
@@ -87,10 +88,14 @@ def load(path: str | os.PathLike[str]) -> Report:
         raise ModelError(f"{name} is not a JSON report: {error}") from error
     schema = data.get("schema") if isinstance(data, dict) else type(data).__name__
     if isinstance(schema, bool) or schema not in (1, SCHEMA):
-        raise ModelError(f"{name} has report schema {schema!r}, this version reads 1 to {SCHEMA}")
+        raise ModelError(
+            f"{name} has report schema {quoted(schema)}, this version reads 1 to {SCHEMA}"
+        )
     try:
         known = _from_1(data) if schema == 1 else data
-        return _measured(_report(printable_deep(_finite(known))), known.get("calibration"), name)
+        return _measured(
+            _report(printable_deep(finite_deep(known))), known.get("calibration"), name
+        )
     except (_Unfit, RecursionError, PlanError, InvalidArgument) as unfit:
         raise ModelError(f"{name} is not a whole report: {unfit}") from unfit
 
@@ -146,7 +151,7 @@ def _measured(report: Report, data: Any, name: str) -> Report:
     layers = tuple(LayerTable(*layer) for layer in values.pop("layers"))
     unknown = sorted({one for layer in layers for one in layer.names} - set(BY_NAME))
     if unknown:
-        said = f"its measurements are left out: no kernel is called {', '.join(unknown)} here"
+        said = f"its measurements are left out: no kernel is called {first(unknown)} here"
         return replace(report, warnings=(*report.warnings, printable(said)))
     return report.with_calibration(Calibration(layers=layers, **values))
 
@@ -156,7 +161,7 @@ def _layer(data: Any) -> LayerRow:
     del declared["ranges"]
     row = _typed(data, declared, "a layer")
     if row["tier"] not in TIERS:
-        raise _Unfit(f"tier is {row['tier']!r}, needs {', '.join(TIERS)}")
+        raise _Unfit(f"tier is {quoted(row['tier'])}, needs {', '.join(TIERS)}")
     ranges = [_typed(part, _declared(PlanRange), "a range") for part in _rows(data, "ranges")]
     return LayerRow(ranges=tuple(PlanRange(**part) for part in ranges), **row)
 
@@ -189,7 +194,7 @@ def _typed(value: Any, declared: dict[str, str], where: str) -> dict[str, Any]:
         raise _Unfit(f"{where} lacks {', '.join(missing)}")
     for name, kind in declared.items():
         if not _is(value[name], kind):
-            raise _Unfit(f"{name} of {where} is {value[name]!r}, needs {kind}")
+            raise _Unfit(f"{name} of {where} is {quoted(value[name])}, needs {kind}")
     return {
         name: tuple(value[name]) if kind.startswith("tuple") else value[name]
         for name, kind in declared.items()
@@ -215,13 +220,3 @@ def _all(values: Iterable[object], kind: type | tuple[type, ...]) -> bool:
         isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
         for value in values
     )
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

@@ -143,7 +143,7 @@ def _legend(figure: Any, rows: Sequence[LayerRow]) -> None:
 
 
 def _title(report: Report) -> str:
-    emulated = "\nEmulated kernels: accuracy, not speed" if report.emulated else ""
+    emulated = "\nEmulated kernels: accuracy, not speed" if report.emulates else ""
     return report.headline() + emulated
 
 

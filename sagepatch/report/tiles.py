@@ -77,7 +77,7 @@ def _times(report: Report) -> list[Tile]:
     if attention is None:
         why = (
             "kernels are emulated on this machine: a GPU would tell"
-            if report.emulated
+            if report.emulates
             else "no call was like a timed one, or there is no GPU"
         )
         return [Tile("Speed", "not measured", why)]

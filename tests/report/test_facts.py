@@ -155,7 +155,8 @@ class TestTiles:
         assert short["Whole run"].value == "1.20x measured"
 
     def test_without_times(self) -> None:
-        (*_, last) = tiles(replace(REPORT, emulated=True))
+        rows = (replace(ROW, variant="emulated.sage2_8"), EXACT)
+        (*_, last) = tiles(replace(REPORT, layers=rows, emulated=True))
         assert (last.what, last.value) == ("Speed", "not measured")
         assert "emulated" in last.how
 

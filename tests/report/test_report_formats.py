@@ -19,6 +19,7 @@ from report.tables import report_of_table, table
 
 from sagepatch.errors import MachineError
 from sagepatch.patchers.site import Left
+from sagepatch.plan import PlanRange
 from sagepatch.report.pictures import Comparison
 from sagepatch.report.render_html import SHADES
 from sagepatch.report.render_json import load
@@ -299,10 +300,25 @@ def test_a_patch_that_was_taken_back_is_said_to_be_at_the_top_of_every_form(tmp_
 
 
 def test_an_emulation_is_labelled() -> None:
-    emulated = replace(REPORT, emulated=True)
-    assert "accuracy, not speed" in str(emulated)
-    assert "accuracy, not speed" in emulated.to_html()
-    assert "accuracy, not speed" not in str(REPORT)
+    row = replace(ROW, variant="emulated.sage2_8")
+    emulated = replace(REPORT, layers=(row, EXACT), emulated=True)
+    part = PlanRange(0.0, 1.0, "emulated.sage2_8", 1, "the first by tier")
+    for told in (
+        emulated,
+        replace(emulated, emulated=False),
+        replace(emulated, layers=(replace(EXACT, ranges=(part,)),)),
+        replace(emulated, layers=(replace(EXACT, by_variant={"emulated.sage2_8": 3}),)),
+    ):
+        assert "accuracy, not speed" in str(told)
+        assert "accuracy, not speed" in told.to_html()
+
+
+def test_emulation_is_not_told_where_no_layer_is_emulated() -> None:
+    """Once told of a run whose layers were all exact, as it might have emulated."""
+    for untold in (REPORT, replace(REPORT, layers=(EXACT,), emulated=True)):
+        for text in (str(untold), untold.to_html()):
+            assert "accuracy, not speed" not in text
+            assert "kernels are emulated" not in text
 
 
 @pytest.mark.parametrize(

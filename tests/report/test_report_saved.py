@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +188,39 @@ def test_parts_of_the_wrong_type(change: dict[str, object], tmp_path: Path) -> N
     data = {**json.loads(REPORT.to_json()), **change}
     with pytest.raises(ModelError, match="not a whole report"):
         load(_saved(tmp_path, data))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"schema": "9" * 100_000},
+        {"threshold": "9" * 100_000},
+        {"layers": [{**asdict(ROW), "tier": "x" * 100_000}]},
+        {"layers": [{**asdict(ROW), "cosine": ["x" * 100_000]}]},
+    ],
+    ids=["schema", "top", "tier", "layer"],
+)
+def test_what_a_file_holds_makes_no_page_of_an_error(change, tmp_path: Path) -> None:
+    data = {**json.loads(REPORT.to_json()), **change}
+    with pytest.raises(ModelError) as refused:
+        load(_saved(tmp_path, data))
+    assert len(str(refused.value)) < 400 + len(str(tmp_path))
+
+
+@pytest.mark.parametrize("value", [1e308, 5e-324, -1e308, 0.0])
+def test_numbers_at_the_end_of_the_range_can_be_shown(value: float, tmp_path: Path) -> None:
+    """Once no page: a million times a run's seconds was no number that JSON has."""
+    full = report_of_table(table(1)).with_run_time(1.0, 2.0)
+    data = json.loads(full.to_json())
+    data["run_seconds"] = data["exact_run_seconds"] = value
+    for row in data["layers"]:
+        row.update((name, value) for name, held in row.items() if isinstance(held, float))
+    for shown in (data, {**data, "calibration": None}):
+        made = load(_saved(tmp_path, shown))
+        assert str(made)
+        assert made.to_html(tmp_path / "r.html")
+        made.to_json(tmp_path / "again.json")
+        assert load(tmp_path / "again.json") == made
 
 
 def test_fields_of_a_later_version_are_skipped(tmp_path: Path) -> None:
