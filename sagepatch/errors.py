@@ -61,6 +61,7 @@ class VariantRefused(SagepatchError):
     def __init__(self, request: str, reasons: Sequence[str], told: str = "") -> None:
         self.request = request
         self.reasons = tuple(reasons)
+        self.told = told
         listed = told or "; ".join(self.reasons) or "no kernel of that name exists"
         super().__init__(f"variant {request!r} cannot serve this call: {listed}")
 
@@ -72,6 +73,7 @@ class UnknownVariant(VariantRefused, ValueError):
 class StrictFallback(VariantRefused):
     """A patched layer would have run exact attention under `strict=True`."""
 
-    def __init__(self, site: str, request: str, reasons: Sequence[str]) -> None:
+    def __init__(self, site: str, request: str, reasons: Sequence[str], told: str = "") -> None:
         self.site = site
-        super().__init__(request, [f"layer {site!r}: {reason}" for reason in reasons])
+        told = told or "; ".join(reasons)
+        super().__init__(request, reasons, f"layer {site!r}: {told}")

@@ -257,7 +257,9 @@ class PatchedLayer:
             ).variant, None
         except VariantRefused as refused:
             if self.policy.strict:
-                raise StrictFallback(self.name, request.variant, refused.reasons) from None
+                raise StrictFallback(
+                    self.name, request.variant, refused.reasons, refused.told
+                ) from None
             return SDPA, "; ".join(refused.reasons)
 
 

@@ -292,6 +292,13 @@ def test_prefer_or_force() -> None:
     sagepatch.apply(model, variant="sage1_b", strict=True)
     with pytest.raises(StrictFallback, match="layer '0'"):
         model(x)
+    # A tier has dozens of kernels: they are counted by reason.
+    sagepatch.apply(model, variant="fast", strict=True)
+    with pytest.raises(StrictFallback, match=r"layer '0': \d+ cuda kernels: ") as refused:
+        model(x)
+    assert str(refused.value).count("layer '0'") == 1
+    assert len(str(refused.value)) < 1500
+    assert len(refused.value.reasons) > 30
     with pytest.raises(VariantRefused, match="no such name"):
         sagepatch.apply(model, variant="sage9")
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import inspect as signatures
 import io
 import os
 import sys
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Annotated, Any
 
 import torch
 import typer
+from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import Abort, TyperException
 
+import sagepatch
 from sagepatch.cli import bench, build, calibrate, explain, info, inspect, report, run
-from sagepatch.cli.console import LOG_VARIABLE, CutOffError, say, set_up_logging
+from sagepatch.cli.console import LOG_VARIABLE, CutOffError, say, set_up_logging, tell
 from sagepatch.errors import SagepatchError
 
 INTERRUPTED = 130
@@ -21,8 +25,28 @@ INTERRUPTED = 130
 CUT_OFF = 141
 OUT_OF_MEMORY = "out of memory: try fewer pixels, frames or tokens, or a smaller model"
 
+
+class _Untyped:
+    """Flags in --help without the type that each of them has, <bool>."""
+
+    def get_params(self, context: Any) -> list[Any]:
+        found: list[Any] = super().get_params(context)  # type: ignore[misc]
+        for one in found:
+            if getattr(one, "is_flag", False):
+                one.metavar = ""
+        return found
+
+
+class _Group(_Untyped, TyperGroup):
+    """All commands."""
+
+
+class _Command(_Untyped, TyperCommand):
+    """One command."""
+
+
 app = typer.Typer(
-    help="Quantised attention for diffusers pipelines and transformers models, with proof.",
+    cls=_Group,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -37,8 +61,32 @@ COMMANDS = (
     build.build,
     info.info,
 )
+
+
+def _flowing(text: str | None) -> str:
+    """A docstring whose paragraphs are a line each, for terminals of any width."""
+    paragraphs = signatures.cleandoc(text or "").split("\n\n")
+    return "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
+
+
 for command in COMMANDS:
-    app.command()(command)
+    app.command(cls=_Command, help=_flowing(command.__doc__))(command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        tell(f"sagepatch {sagepatch.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Quantised attention for diffusers pipelines and transformers models, with proof."""
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import typer
 from sagepatch import api
 from sagepatch.cli import options as o
 from sagepatch.cli.console import out, progress, say, tell
-from sagepatch.cli.generation import NEW_TOKENS, Job, check, generate, patched_part, prepare
+from sagepatch.cli.generation import Job, check, generate, patched_part, prepare
 from sagepatch.cli.loading import Placement, load
 from sagepatch.cli.saving import check_apart, check_report, check_target, write_report
 from sagepatch.cli.sources import resolve
@@ -72,7 +72,7 @@ def calibrate(
     width: o.Width = None,
     height: o.Height = None,
     frames: o.Frames = None,
-    tokens: o.Tokens = NEW_TOKENS,
+    tokens: o.Tokens = None,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     offload: o.Offload = "none",

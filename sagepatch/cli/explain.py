@@ -10,10 +10,10 @@ import typer
 from sagepatch.backends import unusable
 from sagepatch.backends.catalogue import CATALOGUE
 from sagepatch.cli import options as o
-from sagepatch.cli.console import out, print_json, table, tell
+from sagepatch.cli.console import out, print_json, say, table, tell
 from sagepatch.dispatch import Decision, Request, Unusable, candidates, select
 from sagepatch.env import Machine
-from sagepatch.errors import InvalidArgument
+from sagepatch.errors import InvalidArgument, VariantRefused
 from sagepatch.spec import DTYPE_NAMES, AttnSpec, MaskKind
 
 
@@ -99,13 +99,21 @@ def explain(
     else:
         tell(f"{spec} on {f'sm_{target}' if target else 'a CPU'}", style="bold")
         show(decisions)
-    chosen = select(spec, request, usable, CATALOGUE)
+    try:
+        chosen = select(spec, request, usable, CATALOGUE)
+    except VariantRefused as refused:
+        if len(decisions) == 1:
+            raise
+        told = f"none of its {len(decisions)} kernels does, each for its reasons above"
+        raise VariantRefused(variant, refused.reasons, told) from None
     if not as_json:
         why = unserved(target, decisions) or next(
             (d.reasons[0] for d in chosen.decisions if d.reasons), ""
         )
         stays = f" ({why})" if chosen.variant.recipe.exact and variant == "auto" and why else ""
         tell(f"An uncalibrated call runs {chosen.variant.name}{stays}.", style="bold")
+        if not target and arch is None:
+            say("There is no GPU here: --arch 90 asks for one, of sm_90.")
 
 
 def unserved(arch: int, decisions: tuple[Decision, ...]) -> str | None:

@@ -52,6 +52,24 @@ class Counted:
         return {} if self.cost is None else self.cost.calls
 
 
+def heeded(module: nn.Module) -> set[str] | None:
+    """Which sizes of `Asked` change a forward of this module; None where that is not known."""
+    kind = type(module).__name__
+    if kind.endswith("ForCausalLM"):
+        return {"tokens"}
+    if kind not in FORWARDS:
+        return None
+    forward, config = FORWARDS[kind], cast(Any, module.config)
+    size = forward.size(config) or Size(1024, 1024, 1, forward.text)
+    with torch.device("meta"):
+        # Tensors without numbers print as their shapes.
+        films = {
+            repr(forward.inputs(config, forward.latent(replace(size, frames=frames))))
+            for frames in (17, 49)
+        }
+    return {"height", "width"} | ({"frames"} if len(films) > 1 else set())
+
+
 def count(parts: Mapping[str, nn.Module], sites: Sequence[Site], asked: Asked) -> list[Counted]:
     """Count one forward of each part; the modules are on the meta device."""
     found = []

@@ -21,13 +21,13 @@ DEFAULT_FPS = 16
 @dataclass(frozen=True, slots=True)
 class Job:
     """What to generate. `options` are arguments of the pipeline's call, those of the preset under
-    those that the user gave; `tokens` is for language models.
+    those that the user gave; `tokens`, None for the usual number, is for language models.
     """
 
     prompt: str
     seed: int = 0
     options: dict[str, Any] = field(default_factory=dict)
-    tokens: int = NEW_TOKENS
+    tokens: int | None = None
 
     def shortened(self) -> Job:
         """The same job with the fewest steps that still call every layer."""
@@ -57,12 +57,19 @@ def check(loaded: Any, job: Job) -> None:
         if odd:
             raise InvalidArgument(f"a language model takes no {', '.join(odd)}; see --tokens")
         return
+    if job.tokens is not None:
+        raise InvalidArgument(no_tokens(type(loaded).__name__))
     taken = _parameters(loaded)
     if "prompt" not in taken:
         raise ModelError(f"{type(loaded).__name__} takes no prompt: use it from Python")
     odd = [name for name in job.options if name not in taken]
     if odd:
         raise InvalidArgument(f"{type(loaded).__name__} takes no {', '.join(odd)}")
+
+
+def no_tokens(name: str) -> str:
+    """Why a pipeline does not take --tokens."""
+    return f"{name} writes no text: --tokens is for language models"
 
 
 def prepare(loaded: Any, job: Job) -> None:
@@ -123,9 +130,10 @@ def _write(loaded: LanguageModel, job: Job, step: Step) -> Made:
     model, tokenizer = loaded.model, loaded.tokenizer
     inputs = _encode(loaded, job.prompt)
     given = inputs["input_ids"].shape[1]
+    wanted_tokens = NEW_TOKENS if job.tokens is None else job.tokens
 
     def after_each_token(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        step(ids.shape[1] - given, job.tokens)
+        step(ids.shape[1] - given, wanted_tokens)
         return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
 
     from transformers import StoppingCriteriaList
@@ -134,7 +142,7 @@ def _write(loaded: LanguageModel, job: Job, step: Step) -> Made:
     wanted = {name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}
     out = model.generate(
         **wanted,
-        max_new_tokens=job.tokens,
+        max_new_tokens=wanted_tokens,
         do_sample=False,
         stopping_criteria=StoppingCriteriaList([after_each_token]),
     )

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
 
 import sagepatch
 from sagepatch.backends import unusable
@@ -13,9 +17,16 @@ from sagepatch.cli.console import out, print_json, table, tell
 from sagepatch.env import Machine
 from sagepatch.variant import Variant
 
+_NAMED = 2
 
-def info(as_json: o.AsJson = False) -> None:
-    """Show versions, GPUs, each kernel's state here, and a sentence for each thing missing."""
+
+def info(
+    every: Annotated[
+        bool, typer.Option("--all", help="A row for each kernel, not one for each state.")
+    ] = False,
+    as_json: o.AsJson = False,
+) -> None:
+    """Show versions, GPUs, the kernels' states here, and a sentence for each thing missing."""
     machine = Machine.here()
     kernels = [
         {
@@ -31,10 +42,10 @@ def info(as_json: o.AsJson = False) -> None:
         version = sagepatch.__version__
         print_json({"sagepatch": version, "machine": machine.to_dict(), "kernels": kernels})
     else:
-        show(machine, kernels)
+        show(machine, kernels, every)
 
 
-def show(machine: Machine, kernels: list[dict[str, Any]]) -> None:
+def show(machine: Machine, kernels: list[dict[str, Any]], every: bool) -> None:
     """The same for people."""
     from rich.text import Text
 
@@ -42,15 +53,34 @@ def show(machine: Machine, kernels: list[dict[str, Any]]) -> None:
         f"sagepatch {sagepatch.__version__} on {machine.system}, Python {machine.python}",
         style="bold",
     )
-    tell(", ".join(f"{name} {found or 'absent'}" for name, found in machine.versions.items()))
+    others = {name: found for name, found in machine.versions.items() if name != "sagepatch"}
+    tell(", ".join(f"{name} {found or 'absent'}" for name, found in others.items()))
     for gpu in machine.gpus:
         tell(f"{gpu.name}, sm_{gpu.arch}, {gpu.memory_bytes / 2**30:.0f} GiB")
     for problem in machine.problems:
         tell(f"- {problem}", style="yellow")
-    made = table("kernel", "tier", "state here")
+    if every:
+        made = table("kernel", "tier", "state here")
+        for kernel in kernels:
+            made.add_row(kernel["name"], kernel["tier"], Text(kernel["state"]))
+        out().print(made)
+        return
+    made = table("kernels", "state here")
+    alike: dict[str, list[str]] = {}
     for kernel in kernels:
-        made.add_row(kernel["name"], kernel["tier"], Text(kernel["state"]))
+        alike.setdefault(kernel["state"], []).append(kernel["name"])
+    for said, names in alike.items():
+        made.add_row(counted(names), Text(said))
     out().print(made)
+    tell(f"`sagepatch info --all` lists each of the {len(kernels)} kernels.")
+
+
+def counted(names: Sequence[str]) -> str:
+    """Kernels by name where they are few, else how many of each toolchain."""
+    if len(names) <= _NAMED:
+        return ", ".join(names)
+    found = Counter(name.partition(".")[0] for name in names)
+    return ", ".join(f"{count} {toolchain}" for toolchain, count in found.items())
 
 
 def state(variant: Variant, machine: Machine) -> str:

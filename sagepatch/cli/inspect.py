@@ -4,7 +4,7 @@ patching can gain, from its configs alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -15,11 +15,11 @@ from torch import nn
 from sagepatch.cli import options as o
 from sagepatch.cli.console import out, print_json, progress, table, tell
 from sagepatch.cli.forward_cost import Gain, gain
-from sagepatch.cli.forward_count import PROMPT_TOKENS, Asked, Counted, count
+from sagepatch.cli.forward_count import PROMPT_TOKENS, Asked, Counted, count, heeded
 from sagepatch.cli.loading import config_file, library_of, read_json
 from sagepatch.cli.skeleton import demo_folder, skeleton
 from sagepatch.cli.sources import Source, resolve
-from sagepatch.errors import NothingPatched
+from sagepatch.errors import InvalidArgument, NothingPatched
 from sagepatch.patchers.model import fingerprint, search
 
 
@@ -61,21 +61,25 @@ def inspect(
     ] = True,
     as_json: o.AsJson = False,
 ) -> None:
-    """List the attention layers of a model: what would be patched, what not and why; what attention
-    costs, and on a GPU what patching can gain at most.
+    """List the attention layers of a model: what would be patched, what not and why, and what
+    attention costs.
 
-    Reads the configs only: no weights are loaded or fetched.
+    On a GPU it tells what patching can gain at most, too. Reads the configs only: no weights are
+    loaded or fetched.
     """
     source = resolve(model)
+    given = Asked(height, width, frames, None, tokens)
     with progress(f"reading the configs of {model}"):
         parts = skeleton(source, component or None)
         found = search(parts)
+    check_heeded(parts.modules, given)
     with progress("counting one forward on shapes alone"):
-        sizes = asked(source, Asked(height, width, frames, None, tokens))
+        sizes = asked(source, given)
         counted = count(parts.modules, found.sites, sizes)
     reached = [site.name for site in found.sites]
     gains: list[Gain | None] = [None] * len(counted)
-    if predict and torch.cuda.is_available():
+    has_gpu = torch.cuda.is_available()
+    if predict and has_gpu:
         gains = [_gain(one, reached) for one in counted]
     rows = [
         Row(
@@ -109,7 +113,7 @@ def inspect(
         )
         show(rows)
         for one, won in zip(counted, gains, strict=True):
-            for line in told(one, reached, won):
+            for line in told(one, reached, won, has_gpu):
                 tell(line)
     if not found.sites:
         raise NothingPatched(f"nothing in {parts.label} can be patched")
@@ -133,7 +137,7 @@ def show(rows: list[Row]) -> None:
     out().print(made)
 
 
-def told(one: Counted, reached: Sequence[str], won: Gain | None) -> list[str]:
+def told(one: Counted, reached: Sequence[str], won: Gain | None, has_gpu: bool) -> list[str]:
     """What one forward costs and what patching can gain, in sentences."""
     name = f"{one.part}: " if one.part else ""
     if one.cost is None:
@@ -144,7 +148,8 @@ def told(one: Counted, reached: Sequence[str], won: Gain | None) -> list[str]:
         f"{one.cost.share(reached):.0%} in layers that would be patched."
     ]
     if won is None:
-        return [*lines, f"{name}what that gains is not predicted: no kernel was timed here."]
+        why = "--no-predict times no kernel" if has_gpu else "no GPU here to time kernels on"
+        return [*lines, f"{name}what that gains is not predicted: {why}."]
     return [
         *lines,
         f"{name}on this GPU attention is at most {won.share:.0%} of the time of a forward; by "
@@ -152,6 +157,27 @@ def told(one: Counted, reached: Sequence[str], won: Gain | None) -> list[str]:
         f"{won.fast:.2f}x as fast where fast kernels are accurate enough, {won.safe:.2f}x where "
         "only safe ones are.",
     ]
+
+
+def check_heeded(parts: Mapping[str, nn.Module], given: Asked) -> None:
+    """Refuse sizes that no part of the model has: its forward would be the same without them."""
+    takes = [heeded(part) for part in parts.values()]
+    asked = {
+        "--width": ("width", given.width),
+        "--height": ("height", given.height),
+        "--frames": ("frames", given.frames),
+        "--tokens": ("tokens", given.tokens),
+    }
+    for option, (size, value) in asked.items():
+        # Of a part whose forward is not known the count says so itself.
+        if value is None or any(each is None or size in each for each in takes):
+            continue
+        names = " or ".join(type(part).__name__ for part in parts.values()) or "this model"
+        known = dict.fromkeys(f"--{one}" for each in takes for one in sorted(each or ()))
+        raise InvalidArgument(
+            f"{option} says nothing about {names}"
+            + (f", whose forward takes {', '.join(known)}" if known else "")
+        )
 
 
 def asked(source: Source, given: Asked) -> Asked:

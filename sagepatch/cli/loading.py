@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
+import urllib.parse
+import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,9 +99,33 @@ def config_file(source: Source, name: str) -> Path | None:
     folder, _, file = name.rpartition("/")
     with loading(source):
         try:
-            return Path(hf_hub_download(source.location, file, subfolder=folder or None))
+            return Path(
+                hf_hub_download(
+                    source.location,
+                    file,
+                    subfolder=folder or None,
+                    local_files_only=_hub_has_no_address(),
+                )
+            )
         except RemoteEntryNotFoundError:
             return None
+
+
+@cache
+def _hub_has_no_address() -> bool:
+    """Whether the hub's name does not resolve here, as without a network: its client would try
+    again and again, for most of a minute. Where a proxy resolves names, or offline mode is on, that
+    is for the client to find.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or urllib.request.getproxies():
+        return False
+    try:
+        socket.getaddrinfo(urllib.parse.urlsplit(constants.ENDPOINT).hostname, None)
+    except OSError:
+        return True
+    return False
 
 
 def read_json(source: Source, path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sagepatch.cli.generation import NEW_TOKENS, Job
+from sagepatch.cli.generation import NEW_TOKENS, Job, no_tokens
 from sagepatch.cli.sources import Source
 from sagepatch.errors import InvalidArgument
 
@@ -23,7 +23,10 @@ Steps = Annotated[int | None, typer.Option(min=1, help="Denoising steps.")]
 Width = Annotated[int | None, typer.Option(min=8, help="Pixels.")]
 Height = Annotated[int | None, typer.Option(min=8, help="Pixels.")]
 Frames = Annotated[int | None, typer.Option(min=1, help="Frames of a video.")]
-Tokens = Annotated[int, typer.Option(min=1, help="New tokens of a language model.")]
+Tokens = Annotated[
+    int | None,
+    typer.Option(min=1, help=f"New tokens of a language model. [default: {NEW_TOKENS}]"),
+]
 Dtype = Annotated[str, typer.Option(help="auto, fp32, fp16 or bf16; auto is bf16 on a GPU.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Offload = Annotated[str, typer.Option(help="none, model or sequential: saves GPU memory.")]
@@ -59,13 +62,15 @@ def job_of(
     width: int | None = None,
     height: int | None = None,
     frames: int | None = None,
-    tokens: int = NEW_TOKENS,
+    tokens: int | None = None,
 ) -> Job:
     """The job that the options describe, on top of what the preset's documentation calls for."""
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise InvalidArgument(f"the prompt {prompt!a} holds bytes that are no text") from error
+    if tokens is not None and source.task in ("image", "video"):
+        raise InvalidArgument(no_tokens(source.asked))
     asked = {
         "num_inference_steps": steps,
         "width": width,

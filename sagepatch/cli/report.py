@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,7 +13,8 @@ from sagepatch.cli.console import out, table, tell
 from sagepatch.cli.saving import check_apart, check_report, write_report
 from sagepatch.errors import InvalidArgument
 from sagepatch.plan import Plan
-from sagepatch.report.differences import Difference, differences
+from sagepatch.report.differences import Difference, differences, worded
+from sagepatch.report.model import LayerRow
 from sagepatch.report.render_json import load
 
 
@@ -44,16 +45,48 @@ def report(
         for name, plan in made.plans:
             show_differences(name, differences(made.layers, plan), len(made.layers))
         return
-    rows = [row for row in made.layers if row.name == layer]
-    if not rows:
+    row = next((row for row in made.layers if row.name == layer), None)
+    if row is None:
         names = ", ".join(row.name for row in made.layers[:4])
         raise InvalidArgument(f"the report has no layer {layer!r}; it has {names} ...")
+    show_layer(row)
+
+
+def show_layer(row: LayerRow) -> None:
+    """Everything about one layer, a line each."""
     from rich.text import Text
 
     shown = table("field", "value")
-    for name, value in asdict(rows[0]).items():
-        shown.add_row(name, Text(str(value)))
+    for one in fields(row):
+        shown.add_row(one.name, Text(_shown(one.name, getattr(row, one.name))))
     out().print(shown)
+
+
+def _shown(name: str, value: Any) -> str:
+    """A field of a layer as the report's table shows such a value, "-" for none."""
+    if value is None or value in ("", (), {}):
+        return "-"
+    if name == "ranges":
+        return worded("", value)
+    if isinstance(value, dict):
+        return ", ".join(f"{count} {what}" for what, count in value.items())
+    if isinstance(value, tuple):
+        return "; ".join(value)
+    if isinstance(value, float):
+        return f"{value:{_DIGITS.get(name, '.4f')}}"
+    return str(value)
+
+
+_DIGITS = {
+    "cosine": ".5f",
+    "cosine_mean": ".5f",
+    "us_exact": ".0f",
+    "us_chosen": ".0f",
+    "rmse": ".3g",
+    "max_abs_v": ".3g",
+    "k_offset": ".3g",
+    "q_outlier": ".3g",
+}
 
 
 def show_differences(name: str, found: Sequence[Difference], layers: int) -> None:

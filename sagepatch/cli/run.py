@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ from sagepatch.api import Patch, apply, calibrate
 from sagepatch.backends.catalogue import CATALOGUE
 from sagepatch.cli import options as o
 from sagepatch.cli.console import out, progress, say, tell
-from sagepatch.cli.generation import NEW_TOKENS, Job, Made, check, generate, patched_part, prepare
+from sagepatch.cli.generation import Job, Made, check, generate, patched_part, prepare
 from sagepatch.cli.loading import LanguageModel, Placement, load
 from sagepatch.cli.rehearsal import rehearse
 from sagepatch.cli.saving import (
@@ -68,6 +68,8 @@ class Outcome:
 
     runs: list[Made] = field(default_factory=list)
     report: Report | None = None
+    # Whether the first run measured the layers as well.
+    measured: bool = False
 
 
 def run(
@@ -99,7 +101,7 @@ def run(
     width: o.Width = None,
     height: o.Height = None,
     frames: o.Frames = None,
-    tokens: o.Tokens = NEW_TOKENS,
+    tokens: o.Tokens = None,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     offload: o.Offload = "none",
@@ -160,7 +162,7 @@ def run(
     finally:
         if outcome.runs:
             keep(outcome, source, loaded, out_file)
-    show(outcome, report)
+    show(outcome, report, choice.emulates)
 
 
 @contextmanager
@@ -183,6 +185,7 @@ def single(loaded: Any, job: Job, choice: Choice, outcome: Outcome) -> None:
         unsettled = not patch.locked
         with progress("calibrating and generating" if unsettled else "generating") as step:
             if unsettled:
+                outcome.measured = True
                 prepare(loaded, job)
             outcome.runs.append(generate(loaded, job, step))
         patch.lock()
@@ -199,6 +202,7 @@ def compared(loaded: Any, job: Job, choice: Choice, outcome: Outcome) -> None:
     model = patched_part(loaded)
     calibration = None
     if choice.calibrates:
+        outcome.measured = True
         with progress("exact, calibrating") as step:
 
             def exact_run() -> None:
@@ -253,7 +257,7 @@ def keep(outcome: Outcome, source: Source, loaded: Any, out_file: Path | None) -
     tell(f"{path} ({layout})", style="bold")
 
 
-def show(outcome: Outcome, target: Path | None) -> None:
+def show(outcome: Outcome, target: Path | None, emulated: bool) -> None:
     """The report in the terminal and in a file, and what a reader should not miss."""
     if outcome.report is None:
         return
@@ -267,11 +271,24 @@ def show(outcome: Outcome, target: Path | None) -> None:
         frames = outcome.runs[0].frames
         for fault in flat_among(frames, len(frames)):
             say(f"Look at it: {fault}. --compare draws it with exact attention, too.", style="red")
-    times = ", ".join(f"{run_.seconds:.1f} s" for run_ in outcome.runs)
-    say(f"Took {times}.")
+    say(took([run_.seconds for run_ in outcome.runs], outcome.measured, emulated))
     if target is not None:
         write_report(outcome.report, target)
         tell(f"{target}", style="bold")
+
+
+def took(seconds: Sequence[float], measured: bool, emulated: bool) -> str:
+    """How long each run took, and what it was; `measured`: the first measured the layers, too.
+
+    >>> took([13.8, 13.3], True, False)
+    'Took 13.8 s exact (calibrating too), 13.3 s quantised.'
+    """
+    too = " (calibrating too)" if measured else ""
+    first, *others = [f"{one:.1f} s" for one in seconds]
+    if not others:
+        return f"Took {first}{too}."
+    kind = "emulated, which says nothing of speed" if emulated else "quantised"
+    return f"Took {first} exact{too}, {others[0]} {kind}."
 
 
 def same_words(exact: Made, quantised: Made) -> str:

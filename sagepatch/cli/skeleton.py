@@ -17,9 +17,9 @@ from sagepatch.errors import InvalidArgument, ModelError
 from sagepatch.patchers.model import Parts, parts_of
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class _Pipeline:
-    """As much of a pipeline as `parts_of` looks at."""
+    """As much of a pipeline as `parts_of` looks at and refers to."""
 
     components: dict[str, nn.Module]
 

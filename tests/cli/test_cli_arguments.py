@@ -7,13 +7,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+import typer
+from cli.conftest import Sage
 from report.tables import table
 
-from sagepatch.cli import run_command
+import sagepatch
+from sagepatch.cli import COMMANDS, app, run_command
 from sagepatch.cli.generation import Made
+from sagepatch.cli.run import took
 from sagepatch.cli.saving import save
 
 
@@ -72,6 +77,8 @@ def test_numbers_that_say_nothing_are_refused_before_the_run(arguments, monkeypa
         (("explain", "1x8x1x1x64", "--causal", "--causal-offset", "-" + "9" * 20), "64 bits", 2),
         (("run", "demo", "--prompt", "caf\udce9"), "bytes that are no text", 2),
         (("calibrate", "demo", "--prompt", "x", "--time-us", "9"), "only a GPU gives", 3),
+        (("calibrate", "demo", "--prompt", "x", "--tokens", "9"), "is for language models", 2),
+        (("run", "wan", "--prompt", "x", "--tokens", "9"), "is for language models", 2),
         (("report", "x.json", "--out", "x.pdf"), "--out x.pdf must end in", 2),
     ],
     ids=lambda value: (
@@ -81,6 +88,39 @@ def test_numbers_that_say_nothing_are_refused_before_the_run(arguments, monkeypa
 def test_what_commands_once_took_without_a_word(arguments, says: str, code: int, capsys) -> None:
     assert run_command(arguments) == code
     assert says in capsys.readouterr().err
+
+
+def test_a_folder_of_a_pipeline_takes_no_tokens(sage: Sage, tiny_flux: Path) -> None:
+    ended = sage("run", tiny_flux, "--prompt", "x", "--tokens", 9)
+    assert ended.code == 2
+    assert "FluxPipeline writes no text" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("seconds", "measured", "emulated", "says"),
+    [
+        ([4.0], False, False, "Took 4.0 s."),
+        ([4.0], True, False, "Took 4.0 s (calibrating too)."),
+        ([4.0, 3.0], True, False, "Took 4.0 s exact (calibrating too), 3.0 s quantised."),
+        ([4.0, 5.0], False, True, "4.0 s exact, 5.0 s emulated, which says nothing of speed."),
+    ],
+)
+def test_times_say_what_they_are_of(seconds, measured, emulated, says: str) -> None:
+    assert took(seconds, measured, emulated).endswith(says)
+
+
+def test_the_version(capsys) -> None:
+    assert run_command(("--version",)) == 0
+    assert capsys.readouterr().out == f"sagepatch {sagepatch.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["", *(one.__name__ for one in COMMANDS)])
+def test_help_breaks_no_paragraph_and_types_no_flag(command: str, capsys) -> None:
+    assert run_command((*command.split(), "--help")) == 0
+    assert "<bool>" not in capsys.readouterr().out
+    known = typer.main.get_command(app)
+    told = known if not command else known.commands[command]
+    assert all("\n" not in paragraph for paragraph in told.help.split("\n\n"))
 
 
 def test_a_picture_is_not_drawn_for_a_text_file(monkeypatch, tmp_path, capsys) -> None:

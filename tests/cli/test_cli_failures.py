@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from cli.conftest import Sage
 from PIL import Image
 
-from sagepatch.cli import failures, run, saving
+from sagepatch.cli import failures, loading, run, saving
 from sagepatch.cli.sources import Source
 from sagepatch.errors import MachineError
 
@@ -81,6 +82,34 @@ def test_what_the_hub_raises_becomes_a_sentence(kind: str, says: str, code: int)
     error = failures.explain(Source("a/b", "a/b"), wrapped)
     assert says in str(error)
     assert error.exit_code == code
+
+
+def test_a_hub_without_an_address_is_not_tried(sage: Sage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, its client tried each file again and again: 44 s until the same sentence."""
+
+    def unresolved(*_: object) -> None:
+        raise socket.gaierror(-3, "Temporary failure in name resolution")
+
+    asked: list[bool] = []
+
+    def download(*_: object, local_files_only: bool, **__: object) -> str:
+        asked.append(local_files_only)
+        raise _hub_error("cache")
+
+    loading._hub_has_no_address.cache_clear()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    monkeypatch.setattr("socket.getaddrinfo", unresolved)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    ended = sage("inspect", "wan")
+    loading._hub_has_no_address.cache_clear()
+    assert ended.code == 3
+    assert "the hub cannot be reached" in ended.err
+    assert asked == [True]
+    # A proxy resolves names itself.
+    monkeypatch.setattr("urllib.request.getproxies", lambda: {"https": "http://proxy:1"})
+    assert not loading._hub_has_no_address()
+    loading._hub_has_no_address.cache_clear()
 
 
 def test_a_folder_without_a_model(sage: Sage, tmp_path: Path) -> None:

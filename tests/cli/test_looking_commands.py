@@ -42,7 +42,7 @@ class TestInspect:
         ended = sage("inspect", tiny_flux, "--width", 64, "--height", 32)
         assert ended.code == 0, ended.err
         assert "one forward at 64 x 32, 512 tokens of text" in ended.out
-        assert "is not predicted: no kernel was timed here" in ended.out
+        assert "is not predicted: no GPU here to time kernels on" in ended.out
         said = json.loads(sage("inspect", tiny_flux, "--width", 64, "--json").out)
         (forward,) = said["forward"]
         assert 0 < forward["patched_share"] <= forward["attention_share"] < 1
@@ -83,7 +83,31 @@ class TestInspect:
         assert "at most 2.00x as fast where fast kernels are accurate enough, 1.25x where" in (
             ended.out
         )
-        assert "is not predicted" in sage("inspect", tiny_flux, "--no-predict").out
+        unasked = sage("inspect", tiny_flux, "--no-predict").out
+        assert "is not predicted: --no-predict times no kernel" in unasked
+
+    @pytest.mark.parametrize("option", ["--tokens", "--frames"])
+    def test_a_size_that_a_picture_has_not(self, sage: Sage, tiny_flux: Path, option: str) -> None:
+        ended = sage("inspect", tiny_flux, option, 9)
+        assert ended.code == 2
+        assert f"{option} says nothing about FluxTransformer2DModel" in ended.err
+        assert "--height, --width" in ended.err
+
+    def test_a_size_that_a_text_has_not(self, sage: Sage, tiny_llama: Path) -> None:
+        ended = sage("inspect", tiny_llama, "--width", 64)
+        assert ended.code == 2
+        assert "--width says nothing about LlamaForCausalLM, whose forward takes --tokens" in (
+            ended.err
+        )
+
+    def test_a_film_has_frames(self, sage: Sage, tiny_wan: Path) -> None:
+        ended = sage("inspect", tiny_wan, "--frames", 9, "--json")
+        assert ended.code == 0, ended.err
+        assert "x 9 frames" in json.loads(ended.out)["forward"][0]["size"]
+
+    def test_what_is_not_counted_takes_any_size(self, sage: Sage, tiny_flux: Path) -> None:
+        part = ("--component", "text_encoder", "--tokens", 9)
+        assert sage("inspect", tiny_flux, *part).code == 0
 
     def test_a_part_that_cannot_be_counted(self, sage: Sage, tiny_flux: Path) -> None:
         ended = sage("inspect", tiny_flux, "--component", "text_encoder")
@@ -155,6 +179,18 @@ class TestExplain:
         assert ended.code == 4
         assert "head_dim is 640" in ended.err
 
+    def test_what_the_table_says_is_not_said_again(self, sage: Sage) -> None:
+        ended = sage("explain", "1x8x512x512x64", "--arch", 0, "--variant", "fast")
+        assert ended.code == 4
+        assert "device is cpu, needs cuda" in ended.out.replace("\n", " ")
+        assert len(ended.err) < 150
+        assert "each for its reasons above" in ended.err.replace("\n", " ")
+
+    def test_without_a_gpu_it_says_how_to_ask_for_one(self, sage: Sage) -> None:
+        shape = "1x8x512x512x64"
+        assert "--arch 90 asks for one" in sage("explain", shape).err
+        assert "--arch 90" not in sage("explain", shape, "--arch", 0).err
+
     @pytest.mark.parametrize("shape", ["1x2x3", "axbxcxdxe", "0x1x2x3x64", "1x5/2x8x8x64"])
     def test_a_shape_that_is_none(self, sage: Sage, shape: str) -> None:
         assert sage("explain", shape).code == 2
@@ -173,6 +209,22 @@ class TestInfo:
         ended = sage("info")
         assert "sdpa.exact" in ended.out
         assert "torch" in ended.out
+        assert ended.out.count("sagepatch 0.") == 1
+
+    def test_kernels_of_one_state_are_one_row_unless_all_are_wanted(
+        self, sage: Sage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        machine = Machine("Linux", "3.12", {}, None, (), ())
+        monkeypatch.setattr(info, "Machine", SimpleNamespace(here=lambda: machine))
+        short, whole = sage("info").out, sage("info", "--all").out
+        (without,) = [
+            line.rstrip() for line in short.splitlines() if line.rstrip().endswith("no GPU here")
+        ]
+        counts = [f"{sum(v.toolchain == t for v in CATALOGUE)} {t}" for t in ("cuda", "cuda_mma")]
+        assert set(counts) <= set(without.removesuffix("no GPU here").strip().split(", "))
+        assert f"--all` lists each of the {len(CATALOGUE)} kernels" in short
+        assert len(short.splitlines()) < 10
+        assert all(name in whole for name in BY_NAME)
 
     # case 65
     @pytest.mark.parametrize(
@@ -303,7 +355,16 @@ class TestReport:
 
     def test_one_layer(self, sage: Sage, saved: Path) -> None:
         name = json.loads(saved.read_text())["layers"][0]["name"]
-        assert "norm_ratio" in sage("report", saved, "--layer", name).out
+        told = dict(
+            line.split(None, 1) for line in sage("report", saved, "--layer", name).out.splitlines()
+        )
+        row = json.loads(saved.read_text())["layers"][0]
+        assert told["norm_ratio"].strip() == f"{row['norm_ratio']:.4f}"
+        assert told["cosine"].strip() == f"{row['cosine']:.5f}"
+        assert told["us_exact"].strip() == told["notes"].strip() == told["fallbacks"].strip() == "-"
+        ((kernel, calls),) = row["by_variant"].items()
+        assert told["by_variant"].strip() == f"{calls} {kernel}"
+        assert told["measured_on"].strip() == row["measured_on"][0]
         assert sage("report", saved, "--layer", "nope").code == 2
 
     def test_against_another_plan(self, sage: Sage, saved: Path) -> None:

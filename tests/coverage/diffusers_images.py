@@ -108,6 +108,7 @@ IMAGES = (
         inputs.qwen21,
         Size(4, 4, batch=2),
         {},
+        Size(64, 64, text=512),
         remark="several calls a layer, one a segment of text or picture",
     ),
     Family(

@@ -80,8 +80,9 @@ def qwen(c: Any, size: Size) -> Inputs:
 
 def qwen21(c: Any, size: Size) -> Inputs:
     tokens = size.height * size.width
-    # The picture stands after the text, one slot for every four of its tokens.
-    slots = torch.cat([torch.zeros(size.text), torch.ones(tokens // 4)]).bool()
+    # The picture stands after the text, one slot for every four of its tokens. The model reads
+    # where they are: these have numbers even where nothing else does.
+    slots = torch.arange(size.text + tokens // 4, device="cpu") >= size.text
     return {
         "hidden_states": noise(size.batch, tokens, c.in_channels),
         "encoder_hidden_states": noise(size.batch, size.text, c.context_in_dim, seed=2),

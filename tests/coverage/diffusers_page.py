@@ -57,8 +57,7 @@ weights, unpatched and patched on an H200: [whole models timed](end-to-end.md).
   pipeline's usual size, as queries x keys. Kernels take head sizes from 8 to 256.
 - **attention**: its part of a forward's floating point operations at that size: the most that
   faster attention can touch. Counted on shapes alone; what part of the *time* it is, the report of
-  a run on a GPU measures. An empty cell: lengths depend on values there, or the test knows no
-  published geometry.
+  a run on a GPU measures. An empty cell: the test knows no published geometry.
 
 """
 

@@ -109,10 +109,13 @@ class _Attention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # HunyuanVideo 1.5 puts what it keeps of its text first and what it drops last: all of it.
-        if func is Tensor.__invert__:
+        if func is Tensor.__invert__ and args[0].is_meta:
             return torch.zeros(args[0].shape, dtype=torch.bool, device="cpu")
         if func is torch.all:
             return torch.tensor(False, device="cpu")
+        # Qwen-Image 2.1 chooses rows by places, which have numbers, among what has none.
+        if func is torch.where and any(isinstance(one, Tensor) and one.is_meta for one in args):
+            args = args[0].to("meta"), *args[1:]
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         return self._count(*args, **kwargs)

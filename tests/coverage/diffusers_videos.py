@@ -157,7 +157,8 @@ VIDEOS = (
         },
         inputs.wan_animate,
         Size(8, 8, 6),
-        {},
+        {"image_dim": 1280, "added_kv_proj_dim": 5120},
+        Size(90, 160, 21, text=512),
     ),
     Family(
         "SkyReels V2",
@@ -262,6 +263,7 @@ VIDEOS = (
         },
         inputs.kandinsky6,
         Size(8, 8, 2, batch=2),
+        remark="share not counted: only its checkpoints' configs tell the published geometry",
     ),
     Family(
         "Cosmos",
@@ -387,5 +389,6 @@ VIDEOS = (
         inputs.easyanimate,
         Size(8, 8, 2),
         {"in_channels": 16, "out_channels": 16, "patch_size": 2},
+        Size(64, 64, 13, text=256),
     ),
 )
