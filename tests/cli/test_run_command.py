@@ -122,8 +122,8 @@ class TestFlux:
         assert both.code == 2
         assert "--threshold 0.9 and --budget 0.1 exclude each other" in both.err
         untimed = sage(*wanted, "--time-us", 100)
-        assert untimed.code == 2
-        assert "calibrate on a GPU" in untimed.err
+        assert untimed.code == 3
+        assert "only a GPU gives" in untimed.err
 
     # case 60
     def test_a_plan_at_another_size_is_used_with_a_warning(self, sage: Sage) -> None:
