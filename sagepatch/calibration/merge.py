@@ -25,6 +25,8 @@ _SHARED = {
     "gpu": "GPUs",
     "versions": "versions",
 }
+# How many layers an error names.
+MOST_NAMED = 4
 
 
 def merged(calibrations: Sequence[Calibration]) -> Calibration:
@@ -59,6 +61,15 @@ def check_alike(calibrations: Sequence[Calibration]) -> None:
             raise InvalidArgument(
                 f"calibrations of different {words} cannot be merged: {', '.join(found)}"
             )
+    sites = [tuple(layer.site for layer in one.layers) for one in calibrations]
+    if len(set(sites)) > 1:
+        missing = sorted(set().union(*sites) - set(sites[0]).intersection(*sites))
+        numbers = ", ".join(map(str, map(len, sites)))
+        which = f"not in all: {', '.join(missing[:MOST_NAMED])}" if missing else "in another order"
+        raise InvalidArgument(
+            f"calibrations of different layers cannot be merged: {numbers} layers, {which}; "
+            "calibrate them with the same layers patched"
+        )
 
 
 def gathered(calibration: Calibration) -> Calibration:

@@ -130,3 +130,17 @@ def test_what_one_process_had_no_time_for_is_taken_from_the_other() -> None:
     assert set(names(whole, short)) == set(names(short, whole)) == {FAST, SAFE}
     # It was tried and could not serve.
     assert set(names(whole, failed)) == {FAST}
+
+
+def test_tables_of_different_layers_are_refused_in_a_sentence() -> None:
+    def of(*sites: str):
+        return calibration(*(replace(table(row(1)), site=site) for site in sites))
+
+    one, two, turned = of("a", "b"), of("b"), of("b", "a")
+    with pytest.raises(InvalidArgument, match=r"different layers.*2, 1 layers, not in all: a;"):
+        one.merge(two)
+    with pytest.raises(InvalidArgument, match=r"different layers.*in another order"):
+        one.merge(turned)
+    many = of(*(f"x{n}" for n in range(9)))
+    with pytest.raises(InvalidArgument, match=r"not in all: a, x0, x1, x2;"):
+        of("a").merge(many)
