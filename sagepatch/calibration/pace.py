@@ -21,6 +21,8 @@ CPU = torch.device("cpu")
 SHARE = 0.85
 # What the search for remedies may take where nobody knows how long the run takes.
 FIRST_REMEDIES_SECONDS = 0.5
+# So many calls of a layer are measured without a schedule, whatever they cost.
+UNPAID = 2
 # How long one search is expected to take before the first has been made.
 SEARCH_SECONDS = 0.05
 
@@ -43,7 +45,8 @@ class _Generation:
     `looked` how many calls of it were, `taken` how many samples they gave; `spent` all that
     measuring took, `diagnosing` the search for remedies. `own_seconds` is what the whole walk will
     take without measuring, 0 if unknown; `anchor` and `latest` the own clock at the first call
-    measured and at the last one.
+    measured and at the last one. Without a schedule `decided` is by call, `samples` counts the
+    calls measured and `sampling` is what they took without timing kernels.
     """
 
     first: int
@@ -59,6 +62,8 @@ class _Generation:
     own_seconds: float = 0.0
     anchor: float = 0.0
     latest: float = 0.0
+    samples: int = 0
+    sampling: float = 0.0
 
     def over(self, step: int) -> bool:
         """Whether a call in this step begins another walk."""
@@ -129,7 +134,7 @@ class Pace:
         if not power_of_two(count):
             return False
         if place is None:
-            return True
+            return self._due_unplaced(count, device)
         with self._lock:
             walk = self._walks.get(place.steps)
             if walk is None or walk.over(place.step):
@@ -145,6 +150,26 @@ class Pace:
                     own = self._own_clock() - walk.since
                     walk.own_seconds = own / (place.step - walk.first) * place.steps
                 known = walk.decided[place.step] = _admits(walk, place, self._held)
+            return known
+
+    def _due_unplaced(self, count: int, device: torch.device) -> bool:
+        """Whether calls without a schedule pay for their `count`th. The first two of a layer are
+        measured always, as nothing is chosen on one; later ones where the run's own time until now
+        holds as much again as they took on the whole. Known only where `layers` share the account.
+        """
+        with self._lock:
+            walk = self._unplaced
+            if count <= UNPAID or not self.layers or not self._runs:
+                return True
+            known = walk.decided.get(count)
+            if known is None:
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                # Of all layers, the first that comes to this call decides.
+                own = self._own_clock() - self._began
+                each = walk.sampling / max(1, walk.samples)
+                after = walk.spent + each * self.layers
+                known = walk.decided[count] = after <= SHARE * own
             return known
 
     @contextmanager
@@ -176,7 +201,10 @@ class Pace:
                 took -= timing.prepared
                 walk.spent += took
                 self.measuring_seconds += took
-                if place is not None:
+                if place is None:
+                    walk.samples += 1
+                    walk.sampling += took - timing.seconds
+                else:
                     walk.looked[place.step] += 1
                     if not timing.spoilt:
                         # A step counts once for its section, however many layers it has.
