@@ -101,7 +101,10 @@ class Pace:
         self._clock = clock
         self._lock = threading.RLock()
         # Of the run that goes on: what measuring took, when it began, and its schedules by length.
+        # Threads that measure at once share that time: it is counted from the first's beginning,
+        # `_since`, to the end of the last of the `_measuring`.
         self._spent = 0.0
+        self._measuring, self._since = 0, 0.0
         self._began = 0.0
         self._runs = False
         self._walks: dict[int, _Generation] = {}
@@ -116,6 +119,7 @@ class Pace:
         """Count what happens meanwhile as one run, usually one generation."""
         self.run, self.number = name, self.number + 1
         self._spent, self._began, self._runs = 0.0, self._clock(), True
+        self._since = self._began
         self._walks, self._unplaced = {}, _Generation(0, 0.0)
         try:
             yield
@@ -124,7 +128,8 @@ class Pace:
             for device in self._gpus:
                 # The run ends when the GPU has done its work, not when the host has queued it.
                 torch.cuda.synchronize(device)
-            self.run_seconds += self._clock() - self._began - self._spent
+            with self._lock:
+                self.run_seconds += self._own_clock() - self._began
 
     def due(self, place: Place | None, count: int, device: torch.device = CPU) -> bool:
         """Whether a layer's call on `device` is to be measured: its `count`th (from 1) in this
@@ -183,7 +188,10 @@ class Pace:
         walk = self._walk(place)
         timing, before = Timing(self._clock), walk.diagnosing
         with self._lock:
-            walk.latest = timing.started - self._spent
+            if not self._measuring:
+                self._since = timing.started
+            self._measuring += 1
+            walk.latest = self._own_clock()
             if not walk.looked:
                 walk.anchor = walk.latest
         try:
@@ -194,9 +202,12 @@ class Pace:
         finally:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            took = self._clock() - timing.started
+            ended = self._clock()
+            took = ended - timing.started
             with self._lock:
-                self._spent += took
+                self._measuring -= 1
+                if not self._measuring:
+                    self._spent += ended - self._since
                 self.preparing_seconds += timing.prepared
                 took -= timing.prepared
                 walk.spent += took
@@ -271,7 +282,7 @@ class Pace:
 
     def _own_clock(self) -> float:
         """Seconds of the run without its measuring."""
-        return self._clock() - self._spent
+        return (self._since if self._measuring else self._clock()) - self._spent
 
     def _walk(self, place: Place | None) -> _Generation:
         if place is None:
