@@ -1,4 +1,4 @@
-"""What the account of a run holds where calls have no schedule, and where threads measure at once."""
+"""The account of a run where calls have no schedule, and where threads measure at once."""
 
 from __future__ import annotations
 
