@@ -94,7 +94,9 @@ def _layer(tables: Sequence[LayerTable]) -> LayerTable:
     rows: dict[tuple[object, ...], Sample] = {}
     for row in (row for table in tables for row in table.rows):
         # Nobody can tell whether two runs without a name are the same: all of them count.
-        key = (row.run, row.call) if row.run else (len(rows),)
+        # A prompt may have run with other steps or another size elsewhere: those calls are others.
+        where = row.run, row.call, row.step, row.steps, row.shape, row.dtype
+        key = where if row.run else (len(rows),)
         rows[key] = _both(rows[key], row) if key in rows else row
     # What was tried at the worst sample of all.
     tried = [table.remedies for table in tables if table.remedies]
