@@ -27,7 +27,7 @@ from scipy.stats import spearmanr
 
 import sagepatch
 from sagepatch.backends.catalogue import BY_NAME, SDPA
-from sagepatch.calibration import capture, pace
+from sagepatch.calibration import candidates, pace
 from sagepatch.calibration.cells import Cell, cells
 from sagepatch.calibration.choose import Choice
 from sagepatch.calibration.entries import entry_of, ranged
@@ -136,8 +136,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--plans", type=int, default=25)
     count = parser.parse_args().plans
-    capture.EMULATED_RECIPES = RECIPES
-    capture.MOST_OF_TIER = {"fast": 3, "safe": 1}
+    candidates.EMULATED_RECIPES = RECIPES
+    candidates.MOST_OF_TIER = {"fast": 3, "safe": 1}
     assert all(f"emulated.{name}" in BY_NAME for name in RECIPES)
     pipe = load_pipeline()
     pipe.set_progress_bar_config(disable=True)

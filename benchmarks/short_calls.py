@@ -25,7 +25,7 @@ import torch
 
 from sagepatch.backends import unusable
 from sagepatch.backends.catalogue import SDPA
-from sagepatch.calibration.capture import candidate_variants
+from sagepatch.calibration.candidates import candidate_variants
 from sagepatch.calibration.timing import call_time
 from sagepatch.dispatch import Request
 from sagepatch.env import Machine

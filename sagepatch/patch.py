@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -30,6 +29,7 @@ from sagepatch.patchers.site import Found, Left, Swap
 from sagepatch.plan import Plan, PlanEntry
 from sagepatch.plan_cache import keep_plan
 from sagepatch.schedule import Schedule
+from sagepatch.settling import Settling
 
 if TYPE_CHECKING:
     from sagepatch.report.model import Report
@@ -76,6 +76,7 @@ class Patch:
         self._pace = Pace()
         self._costs = Costs()
         self._settles = True
+        self._open = Settling()
         self._tables: dict[str, LayerCalibration] = {}
         self._entries: dict[str, PlanEntry] = {}
         self.install()
@@ -88,8 +89,7 @@ class Patch:
     def lock(self) -> Patch:
         """Settle every layer that is still open on what it has seen; returns itself."""
         for layer in self.layers:
-            if layer.observer is not None:
-                self._settle(layer)
+            self._open.only(self._settle)(layer)
         return self
 
     def plan(self) -> Plan:
@@ -225,6 +225,7 @@ class Patch:
             then = "each layer is timed again at its first call" if again else "its speeds may not"
             told = f"the plan was {made}, this is {here.gpu_name}: its accuracy holds, {then}"
             self.warnings.append(told)
+        take = self._open.only(self._take)
         for layer in self.layers:
             entry = by_site.get(layer.name)
             if entry is None:
@@ -244,7 +245,7 @@ class Patch:
             self._entries[layer.name] = entry
             if again and set(entry.named) != {SDPA.name}:
                 layer.reason = "to be timed on this GPU at its first call"
-                layer.observer = TimeAgain(entry, self._stopwatch, self._take).observe
+                layer.observer = TimeAgain(entry, self._stopwatch, take).observe
             else:
                 self._take(layer, entry)
 
@@ -263,7 +264,8 @@ class Patch:
                 continue
             kept = f"kept from an earlier run: {entry.reason}"
             layer.reason = "its first call decides whether the kept plan fits"
-            look = FirstLook(entry, kept, self._take, self._measure)
+            take, measure = self._open.only(self._take), self._open.only(self._measure)
+            look = FirstLook(entry, kept, take, measure)
             self._entries[layer.name] = entry
             layer.observer = look.observe
 
@@ -287,12 +289,7 @@ class Patch:
         self.install()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.restore()
 
     def __repr__(self) -> str:
@@ -306,7 +303,7 @@ class Patch:
 
     def _measure(self, layer: PatchedLayer) -> None:
         # A second thread may come here for the same first call: keep what the first one began.
-        done = self._settle if self._settles else None
+        done = self._open.only(self._settle) if self._settles else None
         made = LayerCalibration(self._stopwatch, done, self._pace, costs=self._costs)
         table = self._tables.setdefault(layer.name, made)
         self._entries.pop(layer.name, None)

@@ -13,7 +13,7 @@ import pytest
 from sagepatch.backends.catalogue import CATALOGUE
 from sagepatch.backends.selfcheck import CHECKED
 from sagepatch.bench.measure import FIRST, TOOLCHAINS
-from sagepatch.calibration.capture import CANDIDATE_RECIPES, EMULATED_FEW, EMULATED_RECIPES
+from sagepatch.calibration.candidates import CANDIDATE_RECIPES, EMULATED_FEW, EMULATED_RECIPES
 from sagepatch.numerics.recipe import RECIPES
 from sagepatch.variant import Toolchain
 

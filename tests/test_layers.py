@@ -27,6 +27,7 @@ ORDER = (
     *(
         "schedule",
         "layer",
+        "settling",
         "ops",
         "arguments",
         "known",

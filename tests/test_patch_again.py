@@ -100,7 +100,7 @@ def test_a_kernel_that_fails_its_check_is_not_measured(monkeypatch) -> None:
     # Before, calibration ran it on live tensors, unchecked.
     lies = {"emulated.sage2pp_8": "known-answer check: cosine 0.5"}
     monkeypatch.setattr(
-        "sagepatch.calibration.capture.failure", lambda one, gpu: lies.get(one.name)
+        "sagepatch.calibration.candidates.failure", lambda one, gpu: lies.get(one.name)
     )
     model = stack()
     patch = sagepatch.apply(model, emulate=True, threshold=0.9)

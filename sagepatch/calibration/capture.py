@@ -6,27 +6,29 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from sagepatch.backends.catalogue import CATALOGUE, SDPA
-from sagepatch.backends.selfcheck import failure
+from sagepatch.backends.catalogue import SDPA
+from sagepatch.calibration.candidates import (
+    EMULATED_FEW,
+    FEW_STEPS,
+    candidate_variants,
+    refused_by,
+)
 from sagepatch.calibration.choose import SPOILT
 from sagepatch.calibration.costs import Costs, by_use
 from sagepatch.calibration.diagnose import diagnosed
 from sagepatch.calibration.keeping import kept
 from sagepatch.calibration.measure import Rows, Stopwatch, all_finite, errors_of, measured_rows
 from sagepatch.calibration.pace import Pace, Timing, power_of_two
-from sagepatch.calibration.readying import make_ready
 from sagepatch.calibration.sample import Remedy, Sample
 from sagepatch.calibration.statistics import statistics
 from sagepatch.calibration.table import LayerTable
-from sagepatch.dispatch import Request, candidates, wide_stays_exact
 from sagepatch.errors import KernelUnavailable, MachineError
 from sagepatch.layer import PatchedLayer
 from sagepatch.ops import run_exact
@@ -39,18 +41,7 @@ SAMPLED_CALLS = (1, 2, 4, 8)
 # A call whose exact output is not finite is no sample: the next call takes its place. A layer that
 # has had this many of those is settled on the samples that it has.
 MOST_SPOILT = 8
-# What calibration tries unless told otherwise, best first: 8-bit recipes of the fast tier and those
-# of the safe one. 4-bit recipes cost accuracy without being faster on most GPUs.
-CANDIDATE_RECIPES = (
-    *("sage2_8b_k128", "sage2_8", "sage2pp_8_d4", "sage2pp_8", "sage1_vb"),
-    *("sage1_b", "sage1_b_f32"),
-)
-# At most this many of a tier are tried on a call: the first that serve it.
-MOST_OF_TIER = {"fast": 4, "safe": 2}
-# Emulations are slow: two of each tier are tried, and one of each (EMULATED_FEW) in a schedule of
-# fewer than FEW_STEPS steps, whose own time pays for no more.
-EMULATED_RECIPES = ("sage2pp_8", "sage2_8", "sage1_b", "sage1_b_f32")
-EMULATED_FEW, FEW_STEPS = ("sage2pp_8", "sage1_b"), 6
+DROPPED = "a sample was dropped, as comparing kernels did not fit in memory"
 
 
 @dataclass(eq=False)
@@ -136,9 +127,17 @@ class LayerCalibration:
             self.calls = SAMPLED_CALLS[-1]
 
     def _sampled(self, layer: PatchedLayer, call: Call, exact: Tensor, place: Place | None) -> bool:
-        """Take a sample; False where it teaches nothing, as the exact output is not finite."""
+        """Take a sample; False where it teaches nothing, as the exact output is not finite. One
+        that does not fit in memory is dropped: trying again at once would not either.
+        """
         with self.pace.measuring(place, call.q.device) as timing:
-            row = self._measured(layer, call, exact, place, timing)
+            try:
+                row = self._measured(layer, call, exact, place, timing)
+            except torch.OutOfMemoryError:
+                # The user's call fitted, and its output is there: only the sample is lost.
+                layer.record.note(f"{DROPPED}: {call.spec()}")
+                timing.spoilt = True
+                return True
             timing.spoilt = row is None
         if row is None:
             return False
@@ -206,8 +205,11 @@ class LayerCalibration:
         }
         looked = None
         if self.costs.admits_statistics(room, spec):
-            with self.costs.counting("statistics", spec):
-                looked = statistics(call)
+            try:
+                with self.costs.counting("statistics", spec):
+                    looked = statistics(call)
+            except torch.OutOfMemoryError:
+                layer.record.note(f"statistics of its inputs did not fit in memory: {spec}")
         made = Sample(
             # The calls of a named run are numbered from its start, so that a calibration that is
             # taken up again gives them the same numbers.
@@ -227,8 +229,11 @@ class LayerCalibration:
             host_us_exact=self.stopwatch.host_us(SDPA, spec),
         )
         if self.pace.spares(place):
-            with self.pace.diagnosing(place):
-                self.remedies = diagnosed(call, exact, made, self.remedies)
+            try:
+                with self.pace.diagnosing(place):
+                    self.remedies = diagnosed(call, exact, made, self.remedies)
+            except torch.OutOfMemoryError:
+                layer.record.note(f"looking for remedies did not fit in memory: {spec}")
         return made
 
 
@@ -273,97 +278,3 @@ def refuse_capture(layer: PatchedLayer, call: Call, state: str) -> None:
             f"layer {layer.name} {state} and cannot be captured in a CUDA graph: "
             "run a few calls and patch.lock() first"
         )
-
-
-def candidate_variants(
-    spec: AttnSpec,
-    layer: PatchedLayer,
-    recipes: Collection[str] | None = None,
-    call: Call | None = None,
-) -> list[Variant]:
-    """The kernels that calibration tries on a call of this layer, those that nothing speaks
-    against and that know their answer; of `recipes` only, where they are given. Calls in FP32 have
-    none unless recipes are asked for; the layer's record says so. With `call`, one of that kind,
-    they are made ready side by side.
-    """
-    if spec.q_len <= 1:
-        return []
-    wide = wide_stays_exact(spec, layer.policy.emulate)
-    if wide is not None and recipes is None:
-        layer.record.note(wide)
-        return []
-    request = Request("auto", emulate=layer.policy.emulate)
-    serving = [
-        decision.variant
-        for decision in candidates(spec, request, layer.unusable, CATALOGUE)
-        if not decision.reasons and decision.variant is not SDPA
-    ]
-    if recipes is not None:
-        asked = [variant for variant in serving if variant.recipe.name in recipes]
-        if call is not None:
-            make_ready(asked, call, guarded=layer.policy.guard == "auto")
-        return [variant for variant in asked if _proven(variant, layer, spec)]
-    if call is not None:
-        few = _few(serving, lambda variant: True)
-        make_ready(few, call, guarded=layer.policy.guard == "auto")
-    return _few(serving, lambda variant: _proven(variant, layer, spec))
-
-
-def refused_by(spec: AttnSpec, layer: PatchedLayer, tried: Sequence[Variant]) -> tuple[str, ...]:
-    """The kernels that calibration tries on other calls of this device which cannot serve such a
-    call, or must not; `tried` can.
-    """
-    request = Request("auto", emulate=layer.policy.emulate)
-    wide = wide_stays_exact(spec, layer.policy.emulate) is not None
-    return tuple(
-        decision.variant.name
-        for decision in candidates(spec, request, layer.unusable, CATALOGUE)
-        if (decision.reasons or wide)
-        and decision.variant not in tried
-        and _runs_here(decision.variant, spec, layer)
-        and decision.variant.recipe.name in _listed(decision.variant)
-    )
-
-
-def _runs_here(variant: Variant, spec: AttnSpec, layer: PatchedLayer) -> bool:
-    """Whether a kernel serves any call on the device of this one."""
-    if variant.toolchain == "emulated" and not layer.policy.emulate:
-        return False
-    right = spec.device in variant.devices and (
-        variant.archs is None or spec.device != "cuda" or spec.arch in variant.archs
-    )
-    return right and variant.withheld is None and layer.unusable(variant) is None
-
-
-def _listed(variant: Variant) -> tuple[str, ...]:
-    return EMULATED_RECIPES if variant.toolchain == "emulated" else CANDIDATE_RECIPES
-
-
-def _few(serving: Sequence[Variant], proven: Callable[[Variant], bool]) -> list[Variant]:
-    """The first `MOST_OF_TIER` of each tier that calibration tries and that are `proven`."""
-    taken: Counter[tuple[bool, str]] = Counter()
-    chosen = []
-    for variant in sorted(serving, key=_preference):
-        place = (variant.toolchain == "emulated", variant.tier)
-        wanted = (
-            variant.recipe.name in _listed(variant) and taken[place] < MOST_OF_TIER[variant.tier]
-        )
-        if wanted and proven(variant):
-            taken[place] += 1
-            chosen.append(variant)
-    return chosen
-
-
-def _proven(variant: Variant, layer: PatchedLayer, spec: AttnSpec) -> bool:
-    """Whether a kernel passes its known-answer check on the GPU of a call, made at its first use;
-    else the layer's record says why it is not tried.
-    """
-    why = failure(variant, spec.gpu)
-    if why is not None:
-        layer.record.note(f"{variant.name} is not tried: {why}")
-    return why is None
-
-
-def _preference(variant: Variant) -> int:
-    listed, name = _listed(variant), variant.recipe.name
-    return listed.index(name) if name in listed else len(listed)

@@ -25,6 +25,8 @@ _SHARED = {
     "gpu": "GPUs",
     "versions": "versions",
 }
+# How many layers an error names.
+MOST_NAMED = 4
 
 
 def merged(calibrations: Sequence[Calibration]) -> Calibration:
@@ -59,6 +61,15 @@ def check_alike(calibrations: Sequence[Calibration]) -> None:
             raise InvalidArgument(
                 f"calibrations of different {words} cannot be merged: {', '.join(found)}"
             )
+    sites = [tuple(layer.site for layer in one.layers) for one in calibrations]
+    if len(set(sites)) > 1:
+        missing = sorted(set().union(*sites) - set(sites[0]).intersection(*sites))
+        numbers = ", ".join(map(str, map(len, sites)))
+        which = f"not in all: {', '.join(missing[:MOST_NAMED])}" if missing else "in another order"
+        raise InvalidArgument(
+            f"calibrations of different layers cannot be merged: {numbers} layers, {which}; "
+            "calibrate them with the same layers patched"
+        )
 
 
 def gathered(calibration: Calibration) -> Calibration:
@@ -83,7 +94,9 @@ def _layer(tables: Sequence[LayerTable]) -> LayerTable:
     rows: dict[tuple[object, ...], Sample] = {}
     for row in (row for table in tables for row in table.rows):
         # Nobody can tell whether two runs without a name are the same: all of them count.
-        key = (row.run, row.call) if row.run else (len(rows),)
+        # A prompt may have run with other steps or another size elsewhere: those calls are others.
+        where = row.run, row.call, row.step, row.steps, row.shape, row.dtype
+        key = where if row.run else (len(rows),)
         rows[key] = _both(rows[key], row) if key in rows else row
     # What was tried at the worst sample of all.
     tried = [table.remedies for table in tables if table.remedies]

@@ -21,6 +21,8 @@ CPU = torch.device("cpu")
 SHARE = 0.85
 # What the search for remedies may take where nobody knows how long the run takes.
 FIRST_REMEDIES_SECONDS = 0.5
+# So many calls of a layer are measured without a schedule, whatever they cost.
+UNPAID = 2
 # How long one search is expected to take before the first has been made.
 SEARCH_SECONDS = 0.05
 
@@ -43,7 +45,8 @@ class _Generation:
     `looked` how many calls of it were, `taken` how many samples they gave; `spent` all that
     measuring took, `diagnosing` the search for remedies. `own_seconds` is what the whole walk will
     take without measuring, 0 if unknown; `anchor` and `latest` the own clock at the first call
-    measured and at the last one.
+    measured and at the last one. Without a schedule `decided` is by call, `samples` counts the
+    calls measured and `sampling` is what they took without timing kernels.
     """
 
     first: int
@@ -59,6 +62,8 @@ class _Generation:
     own_seconds: float = 0.0
     anchor: float = 0.0
     latest: float = 0.0
+    samples: int = 0
+    sampling: float = 0.0
 
     def over(self, step: int) -> bool:
         """Whether a call in this step begins another walk."""
@@ -96,7 +101,10 @@ class Pace:
         self._clock = clock
         self._lock = threading.RLock()
         # Of the run that goes on: what measuring took, when it began, and its schedules by length.
+        # Threads that measure at once share that time: it is counted from the first's beginning,
+        # `_since`, to the end of the last of the `_measuring`.
         self._spent = 0.0
+        self._measuring, self._since = 0, 0.0
         self._began = 0.0
         self._runs = False
         self._walks: dict[int, _Generation] = {}
@@ -111,6 +119,7 @@ class Pace:
         """Count what happens meanwhile as one run, usually one generation."""
         self.run, self.number = name, self.number + 1
         self._spent, self._began, self._runs = 0.0, self._clock(), True
+        self._since = self._began
         self._walks, self._unplaced = {}, _Generation(0, 0.0)
         try:
             yield
@@ -119,7 +128,8 @@ class Pace:
             for device in self._gpus:
                 # The run ends when the GPU has done its work, not when the host has queued it.
                 torch.cuda.synchronize(device)
-            self.run_seconds += self._clock() - self._began - self._spent
+            with self._lock:
+                self.run_seconds += self._own_clock() - self._began
 
     def due(self, place: Place | None, count: int, device: torch.device = CPU) -> bool:
         """Whether a layer's call on `device` is to be measured: its `count`th (from 1) in this
@@ -129,7 +139,7 @@ class Pace:
         if not power_of_two(count):
             return False
         if place is None:
-            return True
+            return self._due_unplaced(count, device)
         with self._lock:
             walk = self._walks.get(place.steps)
             if walk is None or walk.over(place.step):
@@ -147,6 +157,26 @@ class Pace:
                 known = walk.decided[place.step] = _admits(walk, place, self._held)
             return known
 
+    def _due_unplaced(self, count: int, device: torch.device) -> bool:
+        """Whether calls without a schedule pay for their `count`th. The first two of a layer are
+        measured always, as nothing is chosen on one; later ones where the run's own time until now
+        holds as much again as they took on the whole. Known only where `layers` share the account.
+        """
+        with self._lock:
+            walk = self._unplaced
+            if count <= UNPAID or not self.layers or not self._runs:
+                return True
+            known = walk.decided.get(count)
+            if known is None:
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                # Of all layers, the first that comes to this call decides.
+                own = self._own_clock() - self._began
+                each = walk.sampling / max(1, walk.samples)
+                after = walk.spent + each * self.layers
+                known = walk.decided[count] = after <= SHARE * own
+            return known
+
     @contextmanager
     def measuring(self, place: Place | None, device: torch.device) -> Iterator[Timing]:
         """Count what happens meanwhile as measuring, not as the run; what the GPU still has to do
@@ -158,7 +188,10 @@ class Pace:
         walk = self._walk(place)
         timing, before = Timing(self._clock), walk.diagnosing
         with self._lock:
-            walk.latest = timing.started - self._spent
+            if not self._measuring:
+                self._since = timing.started
+            self._measuring += 1
+            walk.latest = self._own_clock()
             if not walk.looked:
                 walk.anchor = walk.latest
         try:
@@ -169,14 +202,20 @@ class Pace:
         finally:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            took = self._clock() - timing.started
+            ended = self._clock()
+            took = ended - timing.started
             with self._lock:
-                self._spent += took
+                self._measuring -= 1
+                if not self._measuring:
+                    self._spent += ended - self._since
                 self.preparing_seconds += timing.prepared
                 took -= timing.prepared
                 walk.spent += took
                 self.measuring_seconds += took
-                if place is not None:
+                if place is None:
+                    walk.samples += 1
+                    walk.sampling += took - timing.seconds
+                else:
                     walk.looked[place.step] += 1
                     if not timing.spoilt:
                         # A step counts once for its section, however many layers it has.
@@ -243,7 +282,7 @@ class Pace:
 
     def _own_clock(self) -> float:
         """Seconds of the run without its measuring."""
-        return self._clock() - self._spent
+        return (self._since if self._measuring else self._clock()) - self._spent
 
     def _walk(self, place: Place | None) -> _Generation:
         if place is None:

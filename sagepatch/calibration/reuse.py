@@ -11,12 +11,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from sagepatch.backends.catalogue import BY_NAME, CATALOGUE, SDPA
-from sagepatch.calibration.capture import (
-    candidate_variants,
-    only_this_one,
-    refuse_capture,
-    shows_errors,
-)
+from sagepatch.calibration.candidates import candidate_variants
+from sagepatch.calibration.capture import only_this_one, refuse_capture, shows_errors
 from sagepatch.calibration.choose import pays
 from sagepatch.calibration.measure import Stopwatch
 from sagepatch.layer import PatchedLayer

@@ -11,7 +11,7 @@ import torch
 
 from sagepatch.backends import unusable
 from sagepatch.backends.catalogue import SDPA
-from sagepatch.calibration.capture import candidate_variants
+from sagepatch.calibration.candidates import candidate_variants
 from sagepatch.calibration.measure import ROUNDS, TIMERS, Stopwatch
 from sagepatch.cli.forward_cost import Shape, Times
 from sagepatch.dispatch import Request

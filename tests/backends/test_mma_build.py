@@ -12,7 +12,7 @@ from sagepatch.backends.cuda.launch import Layout
 from sagepatch.backends.cuda_mma.attention import SIGNATURE
 from sagepatch.backends.cuda_mma.instances import instances
 from sagepatch.backends.cuda_mma.tiles import SHARED_BYTES, Options, instance, refusal
-from sagepatch.calibration import capture
+from sagepatch.calibration.candidates import candidate_variants
 from sagepatch.dispatch import Request, candidates, select
 from sagepatch.errors import InvalidArgument
 from sagepatch.layer import PatchedLayer, Policy
@@ -152,9 +152,9 @@ def test_each_runs_on_hopper_by_its_full_name():
 
 
 def test_a_plan_of_another_gpu_brings_none_to_hopper(monkeypatch):
-    monkeypatch.setattr(capture, "failure", lambda variant, gpu: None)
+    monkeypatch.setattr("sagepatch.calibration.candidates.failure", lambda variant, gpu: None)
     layer = PatchedLayer("", "self", Policy(), Request("exact"), lambda variant: None)
-    tried = capture.candidate_variants(spec(90), layer, set(RECIPES))
+    tried = candidate_variants(spec(90), layer, set(RECIPES))
     assert {variant.toolchain for variant in tried} == {"cuda", "triton"}
 
 

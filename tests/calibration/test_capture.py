@@ -12,22 +12,18 @@ import pytest
 import torch
 from models.layers import call, layer, sample
 
-from sagepatch.backends.catalogue import BY_NAME, CATALOGUE
-from sagepatch.calibration import capture
+from sagepatch.backends.catalogue import BY_NAME
+from sagepatch.calibration import candidates, capture
 from sagepatch.calibration import measure as measuring
-from sagepatch.calibration.capture import (
-    LayerCalibration,
-    candidate_variants,
-    refuse_capture,
-    refused_by,
-)
+from sagepatch.calibration.candidates import candidate_variants
+from sagepatch.calibration.capture import LayerCalibration, refuse_capture
 from sagepatch.calibration.measure import Stopwatch
 from sagepatch.calibration.planning import entry_at
 from sagepatch.calibration.table import LayerTable
 from sagepatch.calibration.timing import CallTime
 from sagepatch.errors import KernelUnavailable, MachineError
 from sagepatch.ops import run_exact
-from sagepatch.spec import AttnSpec, Call, MaskKind
+from sagepatch.spec import AttnSpec, Call
 
 HOPPER = AttnSpec(1, 24, 24, 4608, 4608, 128, 128, "bf16", "bf16", "cuda", 90)
 
@@ -223,6 +219,42 @@ def test_a_candidate_that_does_not_fit_in_memory_costs_only_itself(monkeypatch) 
     ]
 
 
+def full(*given, **more):
+    raise torch.OutOfMemoryError("no room")
+
+
+# cases 58, 68
+def test_a_comparison_that_does_not_fit_in_memory_costs_only_the_sample(monkeypatch) -> None:
+    finished: list[int] = []
+    one, table = layer(), LayerCalibration(Stopwatch())
+    table.done = lambda settled: finished.append(table.calls)
+    for name in ("errors_of", "all_finite"):
+        monkeypatch.setattr(capture, name, full)
+        given = call()
+        out, _ = table.observe(one, given)
+        assert torch.equal(out, run_exact(given)[0])
+        monkeypatch.undo()
+    told = f"{capture.DROPPED}: {given.spec()}"
+    assert (table.samples, table.spoilt, one.record.notes) == (0, 0, [told])
+    assert all(not runs for runs in table.runs.values())
+    run(table, one, 6)
+    assert ([row.call for row in table.rows], finished) == ([4, 8], [8])
+
+
+# cases 58, 68
+@pytest.mark.parametrize("part", ["statistics", "diagnosed"])
+def test_what_only_explains_and_does_not_fit_in_memory_is_left_out(monkeypatch, part) -> None:
+    monkeypatch.setattr(capture, part, full)
+    one, table = layer(), LayerCalibration(Stopwatch())
+    table.observe(one, call())
+    (row,) = table.rows
+    assert (row.statistics is None) == (part == "statistics")
+    assert "emulated.sage2_8" in row.errors
+    assert table.remedies == ()
+    (told,) = one.record.notes
+    assert "did not fit in memory" in told
+
+
 # case 47
 def test_a_candidate_that_does_not_compile_costs_only_itself(monkeypatch) -> None:
     def uncompilable(variant, *rest):
@@ -276,7 +308,7 @@ def test_times_cost_a_few_calls_a_kernel_not_a_few_a_layer(monkeypatch) -> None:
     monkeypatch.setitem(measuring.TIMERS, "cpu", clock)
     # A kernel that is no emulation but runs here: what a CPU makes of a GPU's.
     real = replace(BY_NAME["emulated.sage2_8"], toolchain="triton")
-    monkeypatch.setattr(capture, "CATALOGUE", (real,))
+    monkeypatch.setattr(candidates, "CATALOGUE", (real,))
     watch = Stopwatch()
     tables = [LayerCalibration(watch) for _ in range(6)]
     for number in range(8):
@@ -299,74 +331,6 @@ def test_a_table_is_made_while_another_thread_takes_a_sample() -> None:
 
     table.runs["sdpa.exact"] = Meanwhile({1: "a"})
     assert table.table(one).runs["sdpa.exact"] == ("a",)
-
-
-class TestCandidates:
-    """Which kernels are tried, for any GPU."""
-
-    @pytest.fixture
-    def catalogue(self, monkeypatch):
-        released = tuple(replace(variant, withheld=None) for variant in CATALOGUE)
-        monkeypatch.setattr(capture, "CATALOGUE", released)
-        one = layer(emulate=False)
-        one.unusable = lambda variant: None
-        return one
-
-    def test_an_h200_tries_a_few_of_each_tier(self, catalogue) -> None:
-        names = [v.name for v in candidate_variants(HOPPER, catalogue)]
-        tiers = [v.tier for v in candidate_variants(HOPPER, catalogue)]
-        assert len(names) == len(set(names))
-        assert tiers.count("fast") == 4
-        assert tiers.count("safe") == 2
-        assert all(name.startswith(("triton.", "cuda.")) for name in names)
-
-    def test_an_ampere_gpu_without_fp8_still_has_a_fast_one(self, catalogue) -> None:
-        tried = candidate_variants(replace(HOPPER, arch=86), catalogue)
-        assert "fast" in {v.tier for v in tried}
-        assert all(v.recipe.pv != "e4m3" for v in tried)
-
-    @pytest.mark.parametrize("arch", [75, None])
-    def test_a_gpu_that_nothing_serves_has_none(self, catalogue, arch) -> None:
-        assert candidate_variants(replace(HOPPER, arch=arch), catalogue) == []
-
-    # case 23
-    @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
-    def test_wide_dtypes_have_none_unasked(self, catalogue, dtype: str) -> None:
-        spec = replace(HOPPER, dtype=dtype, v_dtype=dtype)
-        assert candidate_variants(spec, catalogue) == []
-        assert catalogue.record.notes == [f"{dtype} stays exact unless a variant is asked for"]
-
-    # case 5
-    def test_a_head_size_that_nothing_serves_has_none(self, catalogue) -> None:
-        assert candidate_variants(replace(HOPPER, head_dim=512, v_head_dim=512), catalogue) == []
-
-    def test_a_cpu_tries_emulations_only_when_they_are_admitted(self) -> None:
-        spec = call().spec()
-        assert candidate_variants(spec, layer(emulate=False)) == []
-        tried = [v.name for v in candidate_variants(spec, layer(emulate=True))]
-        assert tried == [f"emulated.{name}" for name in capture.EMULATED_RECIPES]
-
-    def test_what_cannot_serve_a_call_is_refused_for_cause(self, catalogue) -> None:
-        def refused(spec) -> set[str]:
-            tried = candidate_variants(spec, catalogue)
-            return set(refused_by(spec, catalogue, tried))
-
-        plain, masked = refused(HOPPER), refused(replace(HOPPER, mask=MaskKind.ADDITIVE))
-        tried = {v.name for v in candidate_variants(HOPPER, catalogue)}
-        # Kernels of Hopper's own take no such mask; those that were not reached are not refused.
-        assert {name for name in tried if name.startswith("cuda.")} <= masked - plain
-        assert not tried & plain
-        assert all(BY_NAME[name].recipe.name in capture.CANDIDATE_RECIPES for name in masked)
-        # Not unasked: all of them.
-        wide = refused(replace(HOPPER, dtype="fp32", v_dtype="fp32"))
-        assert tried <= wide
-
-    def test_given_recipes_replace_the_list(self) -> None:
-        spec = call().spec()
-        one = layer(emulate=True)
-        tried = candidate_variants(spec, one, {"sage2_4"})
-        assert [v.name for v in tried] == ["emulated.sage2_4"]
-        assert candidate_variants(spec, one, set()) == []
 
 
 def test_non_finite_values_reach_no_plan() -> None:

@@ -8,7 +8,7 @@ import torch
 from models.layers import call, layer
 
 from sagepatch.backends.catalogue import BY_NAME
-from sagepatch.calibration import capture
+from sagepatch.calibration import candidates
 from sagepatch.calibration import measure as measuring
 from sagepatch.calibration.capture import LayerCalibration
 from sagepatch.calibration.measure import Stopwatch
@@ -30,7 +30,7 @@ def test_a_layer_whose_exact_attention_cannot_be_timed_for_want_of_memory_stays_
 
     monkeypatch.setitem(measuring.TIMERS, "cpu", clock)
     real = replace(BY_NAME["emulated.sage2_8"], toolchain="triton")
-    monkeypatch.setattr(capture, "CATALOGUE", (real,))
+    monkeypatch.setattr(candidates, "CATALOGUE", (real,))
     one, table = layer(emulate=False), LayerCalibration(Stopwatch())
     for number in range(8):
         table.observe(one, half(call(seed=number)))

@@ -12,7 +12,7 @@ from models.stacks import stack, tokens
 
 import sagepatch
 from sagepatch.backends.catalogue import SDPA
-from sagepatch.calibration import capture, statistics
+from sagepatch.calibration import candidates, statistics
 from sagepatch.calibration import measure as measuring
 from sagepatch.calibration.timing import CallTime
 from sagepatch.plan import Plan
@@ -178,9 +178,9 @@ def test_a_layer_whose_kernels_are_slower_than_exact_stays_exact_and_says_so(mon
 
     # What a CPU makes of a GPU's kernel: it runs, and a clock times it.
     real = replace(BY_NAME["emulated.sage2_8"], toolchain="triton")
-    monkeypatch.setattr(capture, "CATALOGUE", (real,))
-    monkeypatch.setattr(capture, "wide_stays_exact", lambda *_: None)
-    monkeypatch.setattr(capture, "failure", lambda variant, gpu: None)
+    monkeypatch.setattr(candidates, "CATALOGUE", (real,))
+    monkeypatch.setattr(candidates, "wide_stays_exact", lambda *_: None)
+    monkeypatch.setattr(candidates, "failure", lambda variant, gpu: None)
     times = iter([100.0, 150.0] * 100)
     monkeypatch.setitem(measuring.TIMERS, "cpu", lambda *_: CallTime(next(times), 0.0))
     model, x = stack(1), tokens()

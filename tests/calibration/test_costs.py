@@ -10,7 +10,7 @@ import pytest
 from models.layers import call, layer, sample
 
 from sagepatch.backends.catalogue import BY_NAME
-from sagepatch.calibration import capture
+from sagepatch.calibration import candidates, capture
 from sagepatch.calibration import measure as measuring
 from sagepatch.calibration.capture import LayerCalibration
 from sagepatch.calibration.choose import LEAST_GAIN
@@ -131,7 +131,7 @@ def calibrated(monkeypatch, steps: int, layers: int, own: float):
         clock.now += 0.1
         return times[variant.name]
 
-    monkeypatch.setattr(capture, "CATALOGUE", tuple(KERNELS))
+    monkeypatch.setattr(candidates, "CATALOGUE", tuple(KERNELS))
     monkeypatch.setitem(measuring.TIMERS, "cpu", lambda *_: CallTime(1.0, 0.0))
     monkeypatch.setattr(Stopwatch, "us", us)
     monkeypatch.setattr(capture, "measured_rows", spend(1.0, measuring.measured_rows))

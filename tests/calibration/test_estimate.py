@@ -16,7 +16,7 @@ from models.stacks import stack, tokens
 
 import sagepatch
 from sagepatch.backends.catalogue import SDPA
-from sagepatch.calibration import capture
+from sagepatch.calibration import candidates
 from sagepatch.calibration.estimate import FEWEST_SAMPLES, completed, eligible
 from sagepatch.calibration.planning import entry_at
 from sagepatch.calibration.sample import Sample
@@ -174,7 +174,7 @@ def test_calibrations_that_tried_different_kernels_are_merged_into_one_plan(monk
     model, x = stack(1), tokens()
     tables = []
     for recipes in (("sage2_8", "sage1_b"), ("sage2pp_8", "sage1_b")):
-        monkeypatch.setattr(capture, "EMULATED_RECIPES", recipes)
+        monkeypatch.setattr(candidates, "EMULATED_RECIPES", recipes)
         with torch.no_grad():
             made = sagepatch.calibrate(model, run=lambda: (model(x), model(x)), emulate=True)
         tables.append(made)

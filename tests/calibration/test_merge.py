@@ -43,6 +43,31 @@ def test_a_sample_that_two_tables_hold_counts_once() -> None:
     assert unnamed.merge(unnamed).layers[0].samples == 2
 
 
+# Once wrong: the last step of the shorter run was taken for the fourth of the longer one.
+@pytest.mark.parametrize("turned", [False, True])
+def test_one_prompt_with_other_steps_gives_other_samples(turned: bool) -> None:
+    def of(steps: int, last: float):
+        at = {call: (round((call - 1) * (steps - 1) / 3), steps) for call in (1, 2, 3, 4)}
+        made = [
+            sample(call, {FAST: last if call == 4 else 0.9999}, step=step, run="a")
+            for call, step in at.items()
+        ]
+        return calibration(table(*made))
+
+    short, long = of(4, 0.9), of(28, 0.9999)
+    both = long.merge(short) if turned else short.merge(long)
+    (layer,) = both.layers
+    assert layer.samples == 8
+    assert min(row.errors[FAST].worst.cosine for row in layer.rows if row.at > 0.9) == 0.9
+
+
+def test_one_prompt_of_another_size_gives_other_samples() -> None:
+    small = row(1, 0.9, run="a")
+    large = replace(row(1, run="a"), shape="1x2x99x99x32 bf16")
+    both = calibration(table(small)).merge(calibration(table(large)))
+    assert [one.shape for one in both.layers[0].rows] == [small.shape, large.shape]
+
+
 def test_calls_that_were_not_finite_add_up() -> None:
     one, two = replace(table(), spoilt=3), replace(table(), spoilt=2)
     both = calibration(one).merge(calibration(two))
@@ -130,3 +155,17 @@ def test_what_one_process_had_no_time_for_is_taken_from_the_other() -> None:
     assert set(names(whole, short)) == set(names(short, whole)) == {FAST, SAFE}
     # It was tried and could not serve.
     assert set(names(whole, failed)) == {FAST}
+
+
+def test_tables_of_different_layers_are_refused_in_a_sentence() -> None:
+    def of(*sites: str):
+        return calibration(*(replace(table(row(1)), site=site) for site in sites))
+
+    one, two, turned = of("a", "b"), of("b"), of("b", "a")
+    with pytest.raises(InvalidArgument, match=r"different layers.*2, 1 layers, not in all: a;"):
+        one.merge(two)
+    with pytest.raises(InvalidArgument, match=r"different layers.*in another order"):
+        one.merge(turned)
+    many = of(*(f"x{n}" for n in range(9)))
+    with pytest.raises(InvalidArgument, match=r"not in all: a, x0, x1, x2;"):
+        of("a").merge(many)
