@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import tempfile
 import threading
 from dataclasses import replace
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from sagepatch.backends import load
 from sagepatch.env import PACKAGES, VERSION, cache_dir, installed, nvidia_driver
-from sagepatch.errors import MachineError
+from sagepatch.errors import MachineError, VariantRefused
 from sagepatch.numerics.attention import emulate
 from sagepatch.numerics.metrics import compare
 from sagepatch.spec import Call
@@ -38,20 +40,34 @@ SLACK = 0.02
 _LOCKS: dict[tuple[str, str], threading.RLock] = {}
 # (kernel, GPU) -> why it failed, None where it passed.
 _RESULTS: dict[tuple[str, str], str | None] = {}
+CALL_FIRST = (
+    "it has not passed its known-answer check, which cannot run while a CUDA graph is captured: "
+    "call sagepatch.attention once before the capture"
+)
+# What a kernel's machine code, launches and their judge are made from, beside its own folder.
+JUDGES = ("backends/*.py", "numerics/*.py")
+FOLDERS = {"triton": ("triton",), "cuda": ("cuda",), "cuda_mma": ("cuda", "cuda_mma")}
+PACKAGE = Path(__file__).resolve().parent.parent
+
+# A process forked while another thread checks would wait for that thread for ever.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_LOCKS.clear)
 
 
-def failure(variant: Variant, gpu: str | None = None) -> str | None:
+def failure(
+    variant: Variant, gpu: str | None = None, *, unchecked_in_graphs: bool = True
+) -> str | None:
     """Why `variant` may not serve on GPUs named `gpu` (default: such as the current one), None
     where it may; runs the check on first use. What fails on one kind of GPU may serve on another.
 
-    Kernels of CPUs are not checked. While a CUDA graph is captured nothing can be checked, and a
-    kernel not checked before may serve.
+    Kernels of CPUs are not checked. While a CUDA graph is captured nothing can be checked: a kernel
+    not checked before may serve, or raises `VariantRefused` without `unchecked_in_graphs`.
     """
     if variant.toolchain not in CHECKED or not torch.cuda.is_available():
         return None
     kinds = _each_kind()
     index = next(iter(kinds.values())) if gpu is None else kinds.get(gpu)
-    return None if index is None else _failure_on(variant, index)
+    return None if index is None else _failure_on(variant, index, unchecked_in_graphs)
 
 
 def last_failure(variant: Variant) -> str | None:
@@ -78,7 +94,7 @@ def _each_kind() -> dict[str, int]:
     return kinds
 
 
-def _failure_on(variant: Variant, index: int) -> str | None:
+def _failure_on(variant: Variant, index: int, unchecked_in_graphs: bool) -> str | None:
     major, minor = torch.cuda.get_device_capability(index)
     served = None if variant.archs is None else variant.archs | variant.tested_on
     if served is not None and 10 * major + minor not in served:
@@ -88,12 +104,14 @@ def _failure_on(variant: Variant, index: int) -> str | None:
     with _LOCKS.setdefault(key, threading.RLock()):
         if key in _RESULTS:
             return _RESULTS[key]
-        if torch.cuda.is_current_stream_capturing():
-            return None
         facts = _facts(variant, gpu)
         if _kept(facts) == "":
             _RESULTS[key] = None
             return None
+        if torch.cuda.is_current_stream_capturing():
+            if unchecked_in_graphs:
+                return None
+            raise VariantRefused(variant.name, (CALL_FIRST,))
         try:
             _RESULTS[key] = why = _check(variant, index)
         except torch.OutOfMemoryError:
@@ -105,10 +123,10 @@ def _failure_on(variant: Variant, index: int) -> str | None:
         return why
 
 
-def known_call(device: torch.device, head_dim: int = SHAPE["head_dim"]) -> Call:
-    """The call with the known answer: keys with a common offset, lengths off every tile."""
+def known_call(device: torch.device, head_dim: int = SHAPE["head_dim"], seed: int = 20) -> Call:
+    """A call with a known answer: keys with a common offset, lengths off every tile."""
     # From the CPU whatever the default device: everywhere the same numbers.
-    gen, cpu = torch.Generator("cpu").manual_seed(20), torch.device("cpu")
+    gen, cpu = torch.Generator("cpu").manual_seed(seed), torch.device("cpu")
     B, D = SHAPE["batch"], head_dim
     q = torch.randn(B, SHAPE["q_heads"], SHAPE["q_len"], D, generator=gen, device=cpu)
     k = torch.randn(B, SHAPE["kv_heads"], SHAPE["kv_len"], D, generator=gen, device=cpu)
@@ -121,18 +139,31 @@ def known_call(device: torch.device, head_dim: int = SHAPE["head_dim"]) -> Call:
 
 
 def known_calls(variant: Variant, device: torch.device) -> tuple[Call, ...]:
-    """The known call, and a second one for families of kernels that take two ways.
+    """The known call of a kernel, and a second one for families of kernels that take two ways. Each
+    has numbers of its own: what another kernel, or the other way, left in memory is wrong here.
 
     `cuda`: without a log-sum-exp the attention itself makes the codes of Q, so a dense call without
     one is asked too. `cuda_mma`: head size 128 has other tiles than 64, and these kernels serve on
     GPUs where nobody has run them yet.
     """
-    call = known_call(device)
+    seed = int.from_bytes(sha256(variant.name.encode()).digest()[:4], "big")
+    call = known_call(device, seed=seed)
     if variant.toolchain == "cuda":
-        return call, replace(call, return_lse=False, causal_offset=None)
+        other = known_call(device, seed=seed + 1)
+        return call, replace(other, return_lse=False, causal_offset=None)
     if variant.toolchain == "cuda_mma":
-        return call, known_call(device, 128)
+        return call, known_call(device, 128, seed + 1)
     return (call,)
+
+
+def poison(call: Call) -> None:
+    """Fill with NaN what the allocator will give a kernel for the output of `call`: freed at once,
+    blocks of the same sizes, in the order in which kernels take them. (Small blocks come from a
+    pool of their own: a large one reaches none of them.)
+    """
+    held = [call.empty_out(), *([call.empty_lse()] if call.return_lse else [])]
+    for tensor in held:
+        tensor.fill_(torch.nan)
 
 
 def verdict(variant: Variant, call: Call, out: Tensor, lse: Tensor | None) -> str | None:
@@ -160,9 +191,7 @@ def _check(variant: Variant, index: int) -> str | None:
     try:
         with torch.cuda.device(device), torch.inference_mode():
             for call in known_calls(variant, device):
-                # Freed at once, so that the allocator hands these bytes out next: what a kernel
-                # does not write is NaN.
-                torch.full((1 << 20,), float("nan"), device=device)
+                poison(call)
                 why = verdict(variant, call, *load(variant.entry)(call, variant.recipe))
                 if why is not None:
                     return why
@@ -184,10 +213,26 @@ def _facts(variant: Variant, gpu: str) -> dict[str, Any]:
         "gpu": gpu,
         "driver": nvidia_driver(),
         "sagepatch": VERSION,
+        "sources": _sources(variant.toolchain),
         "torch": torch.__version__,
         "triton": installed(*PACKAGES["triton"]),
         "nvrtc": None if compiler is None else ".".join(map(str, compiler)),
     }
+
+
+@cache
+def _sources(toolchain: str) -> str:
+    """One hash of what the kernels of a toolchain and their judge are made from: a checkout that is
+    updated in place keeps its version. A few milliseconds, once a process.
+    """
+    folders = [f"backends/{name}/*" for name in FOLDERS[toolchain]]
+    paths = {path for pattern in (*JUDGES, *folders) for path in PACKAGE.glob(pattern)}
+    digest = sha256()
+    for path in sorted(path for path in paths if path.suffix in (".py", ".cu", ".cuh")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(PACKAGE).as_posix()}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()[:24]
 
 
 def _file(facts: dict[str, Any]) -> Path | None:
