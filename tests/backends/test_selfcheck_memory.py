@@ -1,5 +1,5 @@
-"""The known-answer check against what lies in memory: a kernel that writes nothing, or leaves a row
-out, fails whoever answered before it and whatever block the allocator hands out.
+"""The known-answer check against what lies in memory: a kernel that writes nothing, or leaves
+some out, fails whoever answered before it and whatever block the allocator hands out.
 """
 
 from __future__ import annotations
@@ -75,21 +75,32 @@ def test_a_kernel_that_writes_nothing_fails_behind_one_that_answered(blocks, mon
             assert ("not written" if poisoned else "cosine") in why
 
 
-@pytest.mark.parametrize("left", ["a row", "the log-sum-exp of a row"])
-def test_a_kernel_that_leaves_a_row_out_fails_behind_one_that_did_not(blocks, monkeypatch, left):
+@pytest.mark.parametrize("poisoned", [True, False], ids=["poisoned", "another allocator"])
+@pytest.mark.parametrize("left", ["part of a row", "the log-sum-exp of a row"])
+def test_a_kernel_that_leaves_some_out_fails_behind_one_that_did_not(
+    blocks, monkeypatch, left, poisoned
+):
+    if not poisoned:
+        monkeypatch.setattr(selfcheck, "poison", lambda call: None)
+
     def most(call, recipe):
         out, lse = call.empty_out(), call.empty_lse()
         right, right_lse = emulate(call, recipe)
-        rows = slice(1, None) if left == "a row" else slice(None)
-        out[:, :, rows] = right[:, :, rows].to(out.dtype)
-        rows = slice(1, None) if left != "a row" else slice(None)
-        lse[:, :, rows] = right_lse[:, :, rows]
+        kept, kept_lse = out[:, :, -1, 40:].clone(), lse[:, :, -1].clone()
+        out.copy_(right)
+        lse.copy_(right_lse)
+        if left == "part of a row":
+            out[:, :, -1, 40:] = kept
+        else:
+            lse[:, :, -1] = kept_lse
         return out, lse
 
     monkeypatch.setattr(selfcheck, "load", lambda entry: answers)
     assert selfcheck._check(VARIANT, 0) is None
     monkeypatch.setattr(selfcheck, "load", lambda entry: most)
-    told = "not written" if left == "a row" else "log-sum-exp"
+    told = (
+        ("not written" if poisoned else "in one row") if left == "part of a row" else "log-sum-exp"
+    )
     assert told in (selfcheck._check(BY_NAME["triton.sage2_8b_k128"], 0) or "")
 
 
