@@ -5,7 +5,8 @@ Sources. Tensor cores, multiprocessors and clocks: NVIDIA's architecture papers 
 RTX Blackwell), whose peaks `Gpu.peaks` repeats and a test recomputes. Arithmetic: CUDA C++ Best
 Practices Guide, "Throughput of Native Arithmetic Instructions". Shared memory: 128 bytes a clock.
 For sm_90 both are what we measured. Not published, and taken from sm_90: 64 packed conversions
-(F2FP) and 64 conversions of a half (HADD2.F32) a clock.
+(F2FP) and 64 conversions of a half (HADD2.F32) a clock. Warps, blocks and shared memory of a
+multiprocessor: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from machine_code import WARP, Instruction, counted
 
 SHARED_BYTES_A_CLOCK = 128
 SCHEDULERS = 4
+# Of a multiprocessor, in the order of `unit_clocks`.
+UNITS = ("tensor", "exponentials", "fma", "alu", "shared", "issue")
 REGISTERS = 65536
 # Registers are dealt out to warps in pieces of so many.
 REGISTER_UNIT = 256
@@ -27,7 +30,8 @@ RESERVED_SHARED_BYTES = 1024
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """One GPU. Rates are lanes, or for tensor cores operations, a clock and multiprocessor; `peaks`
-    are its published dense tera operations a second by kind of product.
+    are its published dense tera operations a second by kind of product. `unrated` says why no
+    ceiling is given, where rates are not published: occupancy alone is known then.
     """
 
     name: str
@@ -43,6 +47,7 @@ class Gpu:
     blocks: int = 24
     shared_bytes: int = 100 << 10
     native_int4: bool = True
+    unrated: str = ""
 
     @property
     def clocks_a_second(self) -> float:
@@ -77,6 +82,18 @@ GPUS = (
         blocks=16,
     ),
     Gpu(
+        "Jetson Orin",
+        "sm_87",
+        0,
+        0,
+        {},
+        {},
+        blocks=16,
+        shared_bytes=164 << 10,
+        unrated="of Orin's tensor cores the INT8 peak alone is published, no rate of FP16 products "
+        "by kind of sum",
+    ),
+    Gpu(
         "RTX 4090",
         "sm_89",
         128,
@@ -100,6 +117,17 @@ GPUS = (
         {"s8": 838, "f16->f16": 419, "f16->f32": 209.5, "e4m3->f16": 838, "e4m3->f32": 419},
         integer_add=128,
         native_int4=False,
+    ),
+    Gpu(
+        "GB10",
+        "sm_121a",
+        0,
+        0,
+        {},
+        {},
+        native_int4=False,
+        unrated="of GB10's tensor cores the sparse FP4 peak alone is published, no rate of INT8, "
+        "FP16 or E4M3 products",
     ),
     Gpu(
         "H200",

@@ -16,6 +16,9 @@ from page_text import table as markdown
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "machine-code.md"
 MEASURED = "H200"
+# Those that a ceiling can be given for, and those whose rates are not published.
+RATED = tuple(gpu for gpu in GPUS if gpu.name != MEASURED and not gpu.unrated)
+UNRATED = tuple(gpu for gpu in GPUS if gpu.unrated)
 # What one tensor-core fragment of scores is counted by: 16 queries of a warp against 64 keys.
 SCORES = 16 * 64
 TENSOR = {
@@ -48,8 +51,9 @@ def rows(name: str = "machine_code.csv") -> list[Row]:
 def page() -> str:
     """The page's text."""
     found = rows()
-    parts = [_head(found), _rates(found), _judged(found), _targets(found)]
-    parts += [_bounds(found), _reading(found)]
+    rated = [r for r in found if r["gpu"] in {gpu.name for gpu in RATED}]
+    parts = [_head(found), _rates(rated), _judged(rated), _targets(found)]
+    parts += [_bounds(rated), _reading(found, rated)]
     return "\n\n".join(map(filled, parts)) + "\n"
 
 
@@ -59,12 +63,14 @@ def per_scores(row: Row, column: str) -> int:
 
 
 def _head(found: list[Row]) -> str:
+    *most, last = (gpu.target.rstrip("a") for gpu in GPUS if gpu.name != MEASURED)
+    targets = f"{', '.join(most)} and {last}"
     return f"""
 # Machine code and what it predicts
 
 A static report on the CUDA kernels: compiled by NVRTC {found[0]["nvrtc"]} without a GPU, read back
 by a disassembler, counted by unit. **Every TOPS on this page that is not marked measured is a
-prediction.** The kernels for sm_80, sm_86, sm_89 and sm_120: compiled, arithmetic checked on sm_90,
+prediction.** The kernels for {targets}: compiled, arithmetic checked on sm_90,
 not yet run there; [send us numbers](send-us-numbers.md) if you own one.
 
 `python benchmarks/machine_code_report.py` compiles and counts
@@ -76,7 +82,7 @@ not yet run there; [send us numbers](send-us-numbers.md) if you own one.
 
 
 def _rates(found: list[Row]) -> str:
-    shown = [gpu for gpu in GPUS if gpu.name != MEASURED]
+    shown = RATED
 
     def tensor(gpu: Gpu, kind: str) -> str:
         return str(gpu.tensor[kind]) if kind in gpu.tensor else "none"
@@ -98,8 +104,7 @@ def _rates(found: list[Row]) -> str:
     slower = [
         r
         for r in found
-        if r["gpu"] != MEASURED
-        and float(r["clocks_exponentials"]) + 2 * int(r["to_narrow"])
+        if float(r["clocks_exponentials"]) + 2 * int(r["to_narrow"])
         > max(float(r[f"clocks_{unit}"]) for unit in UNITS)
     ]
     share = (
@@ -205,13 +210,13 @@ def _targets(found: list[Row]) -> str:
             )
         parts.append(f"### {gpu.name}, {gpu.target}\n\n{markdown(head, lines)}")
     tables = "\n\n".join(parts)
+    unrated = "; ".join(gpu.unrated for gpu in UNRATED)
     return f"""
 ## The targets
 
 `cuda_mma` kernels, no mask, not causal. Counts are instructions of one warp for 16 queries and 64
-keys; `warps` a multiprocessor holds at once; ceilings in TOPS, predicted. sm_87 (Orin) and sm_121a
-(GB10) are compiled without spills like the others, and have no rows: what their tensor cores do a
-clock is not published by kind of sum.
+keys; `warps` a multiprocessor holds at once; ceilings in TOPS, predicted. No bound and no ceiling
+("-") where rates are not published: {unrated}.
 
 {tables}
 """
@@ -221,7 +226,7 @@ def _bounds(found: list[Row]) -> str:
     lines = [
         (r["gpu"], f"`{r['recipe']}`", r["head_dim"], *(r[f"tops_{unit}"] for unit in UNITS))
         for r in found
-        if r["gpu"] != MEASURED and r["recipe"] in PLAIN
+        if r["recipe"] in PLAIN
     ]
     return f"""
 ## The bound of each unit
@@ -232,20 +237,16 @@ TOPS that a unit alone would allow, predicted; the least of a row is its ceiling
 """
 
 
-def _reading(found: list[Row]) -> str:
+def _reading(found: list[Row], rated: list[Row]) -> str:
     def best(gpu: str, head_dim: str) -> str:
-        mine = [r for r in found if r["gpu"] == gpu and r["head_dim"] == head_dim]
+        mine = [r for r in rated if r["gpu"] == gpu and r["head_dim"] == head_dim]
         # INT4 runs by name only.
         wide = [r for r in mine if "_4" not in r["recipe"]]
         top = max(wide, key=lambda r: float(r["predicted_tops_without_overlap"]))
         span = f"{top['predicted_tops_without_overlap']} to {top['predicted_tops']}"
         return f"`{top['recipe']}` ({span})"
 
-    lines = [
-        (gpu.name, best(gpu.name, "64"), best(gpu.name, "128"))
-        for gpu in GPUS
-        if gpu.name != MEASURED
-    ]
+    lines = [(gpu.name, best(gpu.name, "64"), best(gpu.name, "128")) for gpu in RATED]
     tight = [r for r in found if r["gpu"] == "A100" and r["bound"] == "shared"]
     named = ", ".join(dict.fromkeys(f"`{r['recipe']}`" for r in tight))
     queries = " or ".join(sorted({r["rows"] for r in tight}))

@@ -8,17 +8,15 @@ from __future__ import annotations
 import matplotlib
 
 matplotlib.use("agg")
-from gpu_rates import GPUS
-from machine_code_page import MEASURED, PAGE, rows
+from machine_code_page import PAGE, RATED, rows
 from matplotlib import pyplot as plt
 
 
 def main() -> None:
     """Draw the picture."""
     found = rows()
-    gpus = [gpu for gpu in GPUS if gpu.name != MEASURED]
-    figure, axes = plt.subplots(1, len(gpus), figsize=(13, 6))
-    for gpu, place in zip(gpus, axes, strict=True):
+    figure, axes = plt.subplots(1, len(RATED), figsize=(13, 6))
+    for gpu, place in zip(RATED, axes, strict=True):
         mine = [r for r in found if r["gpu"] == gpu.name and r["head_dim"] == "128"]
         mine.sort(key=lambda r: float(r["predicted_tops"]))
         names = [r["recipe"] for r in mine]

@@ -1,6 +1,6 @@
 """A static report on the mma.sync kernels, from machine code compiled without a GPU: registers,
 spills, shared memory, occupancy, the instruction mix of the main loop, and the bound that each unit
-sets by the published rates of a GPU. A prediction: nothing here has run.
+sets by the published rates of a GPU ("-" where none are). A prediction: nothing here has run.
 
     python benchmarks/machine_code_report.py
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_rates import GPUS, Gpu, occupancy, unit_clocks
+from gpu_rates import GPUS, UNITS, Gpu, occupancy, unit_clocks
 from machine_code import Instruction, counted, disassembled, instructions, main_loop, mix
 
 from sagepatch.backends.cuda.build import Compiled, Program, compile_program, nvrtc_version
@@ -23,6 +23,8 @@ from sagepatch.numerics.recipe import Recipe
 
 COMMAND = "python benchmarks/machine_code_report.py"
 HEAD_DIMS = (64, 128)
+# In columns that need rates which are not published.
+UNKNOWN = "-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +88,6 @@ def row(subject: Subject, compiled: Compiled) -> dict[str, Any]:
     tiles = tiles_in(turn, subject)
     opcodes = mix(turn)
     gpu = subject.gpu
-    clocks = {unit: busy / tiles for unit, busy in unit_clocks(turn, gpu).items()}
-    bound = max(clocks, key=clocks.__getitem__)
-    others = max(busy for unit, busy in clocks.items() if unit != "tensor")
-
-    def tops(busy: float) -> float:
-        return subject.flops / busy * gpu.clocks_a_second / 1e12
-
     counts = {
         "tensor_integer": sum(one.mma_flops > 0 and one.opcode[0] == "I" for one in turn),
         "tensor_float": sum(one.mma_flops > 0 and one.opcode[0] != "I" for one in turn),
@@ -125,13 +120,33 @@ def row(subject: Subject, compiled: Compiled) -> dict[str, Any]:
         ),
         "instructions": round(len(turn) / tiles),
         **{name: round(count / tiles) for name, count in counts.items()},
-        **{f"clocks_{unit}": f"{busy:.1f}" for unit, busy in clocks.items()},
-        **{f"tops_{unit}": f"{tops(busy):.0f}" for unit, busy in clocks.items()},
-        "bound": bound,
-        "predicted_tops": f"{tops(clocks[bound]):.0f}",
-        "predicted_tops_without_overlap": f"{tops(clocks['tensor'] + others):.0f}",
+        **bounds(turn, tiles, subject),
         "nvrtc": ".".join(map(str, nvrtc_version() or ())),
         "command": COMMAND,
+    }
+
+
+def bounds(turn: list[Instruction], tiles: int, subject: Subject) -> dict[str, str]:
+    """Clocks of each unit for a tile, what that allows, and the least of it; all `UNKNOWN` on a GPU
+    whose rates are not published.
+    """
+    gpu = subject.gpu
+    ceilings = ("bound", "predicted_tops", "predicted_tops_without_overlap")
+    if gpu.unrated:
+        by_unit = [f"{what}_{unit}" for what in ("clocks", "tops") for unit in UNITS]
+        return dict.fromkeys((*by_unit, *ceilings), UNKNOWN)
+    clocks = {unit: busy / tiles for unit, busy in unit_clocks(turn, gpu).items()}
+    bound = max(clocks, key=clocks.__getitem__)
+    others = max(busy for unit, busy in clocks.items() if unit != "tensor")
+
+    def tops(busy: float) -> str:
+        return f"{subject.flops / busy * gpu.clocks_a_second / 1e12:.0f}"
+
+    found = (bound, tops(clocks[bound]), tops(clocks["tensor"] + others))
+    return {
+        **{f"clocks_{unit}": f"{busy:.1f}" for unit, busy in clocks.items()},
+        **{f"tops_{unit}": tops(busy) for unit, busy in clocks.items()},
+        **dict(zip(ceilings, found, strict=True)),
     }
 
 

@@ -190,8 +190,10 @@ def chosen_for(spec: AttnSpec, variant: str) -> Variant:
     if found is None:
         # On a CPU a recipe asked for by name can only mean its emulation.
         request = Request(variant, emulate=spec.device == "cpu" and variant in RECIPES)
+        # A graph would keep an unchecked kernel for good, and no layer's report would say so.
         found = select(
-            spec, request, unusable, prove=lambda variant: failure(variant, spec.gpu)
+            *(spec, request, unusable),
+            prove=lambda variant: failure(variant, spec.gpu, unchecked_in_graphs=False),
         ).variant
         # Nothing could be checked during a capture: ask again at the next call.
         if not capturing(spec):

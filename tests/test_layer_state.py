@@ -65,12 +65,12 @@ def test_a_choice_made_while_a_graph_is_captured_is_not_kept(monkeypatch) -> Non
     one = PatchedLayer("x", "self", Policy(), Request("exact"), lambda variant: None)
     one.run_with(Request(wanted.name), "asked")
     for module in ("layer", "ops"):
-        monkeypatch.setattr(f"sagepatch.{module}.failure", lambda variant, gpu: None)
+        monkeypatch.setattr(f"sagepatch.{module}.failure", lambda variant, gpu, **graphs: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert one.choose(spec)[0] is wanted
     assert chosen_for(spec, wanted.name) is wanted
     for module in ("layer", "ops"):
-        monkeypatch.setattr(f"sagepatch.{module}.failure", lambda variant, gpu: "it lies")
+        monkeypatch.setattr(f"sagepatch.{module}.failure", lambda variant, gpu, **graphs: "it lies")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert one.choose(spec)[0] is SDPA
     with pytest.raises(VariantRefused, match="it lies"):

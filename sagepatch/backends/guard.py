@@ -44,6 +44,13 @@ def lasting(make: Callable[[], Tensor]) -> Tensor:
         return thread.submit(make).result()
 
 
+def owned(stream: torch.cuda.Stream) -> bool:
+    """Whether a stream is the default one or of torch's pool, which live as long as the process.
+    (torch numbers those 0 and odd; the number of any other is its handle, which is even.)
+    """
+    return stream.stream_id == 0 or bool(stream.stream_id & 1)
+
+
 @dataclass(eq=False)
 class DeviceGuard:
     """The flags of one layer on one device, and the host's view of them.
@@ -57,6 +64,8 @@ class DeviceGuard:
     calls: int = 0
     _copy: Tensor | None = None
     _event: torch.cuda.Event | None = None
+    # Streams that calls ran on, by the driver's handle.
+    _streams: dict[int, torch.cuda.Stream] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
@@ -94,6 +103,7 @@ class DeviceGuard:
             if not any(kept is self.flags for kept in _CAPTURED):
                 _CAPTURED.append(self.flags)
             return None
+        self._note_stream()
         # Several threads may run one layer: each works on what it has read here, as another may
         # change the attributes meanwhile.
         event, copy = self._event, self._copy
@@ -119,9 +129,30 @@ class DeviceGuard:
         return None
 
     def settle(self) -> Verdict | None:
-        """What the device has found, after waiting for it."""
+        """What the device has found, after waiting for the calls so far, on whatever streams of
+        torch's they ran.
+
+        A stream that is being captured now is not waited for, as that would break the capture: what
+        ran on it before is told the next time. So it is with streams that torch was given from
+        elsewhere, which may be gone.
+        """
+        for stream in list(self._streams.values()):
+            with torch.cuda.stream(stream):
+                waits = not torch.cuda.is_current_stream_capturing()
+            if waits:
+                stream.synchronize()
         self._event = None
         return self._told(self.flags.tolist())
+
+    def _note_stream(self) -> None:
+        """Remember the stream of a call, which the host has to wait for before it reports."""
+        if self.device.type != "cuda":
+            return
+        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if handle not in self._streams:
+            stream = torch.cuda.current_stream(self.device)
+            if owned(stream):
+                self._streams[handle] = stream
 
     def _told(self, found: list[int]) -> Verdict | None:
         if not found[0]:

@@ -8,19 +8,22 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import tempfile
 import threading
 from dataclasses import replace
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
 from sagepatch.backends import load
 from sagepatch.env import PACKAGES, VERSION, cache_dir, installed, nvidia_driver
-from sagepatch.errors import MachineError
+from sagepatch.errors import MachineError, VariantRefused
 from sagepatch.numerics.attention import emulate
 from sagepatch.numerics.metrics import compare
 from sagepatch.spec import Call
@@ -34,24 +37,41 @@ CHECKED = ("triton", "cuda", "cuda_mma")
 SHAPE = {"batch": 2, "q_heads": 4, "kv_heads": 2, "q_len": 130, "kv_len": 201, "head_dim": 64}
 # Added to the record's tolerance, as the emulator sums in other tiles than the kernel.
 SLACK = 0.02
+# Of each row: kernels come to 0.999. What is left of one as another kernel had it is unrelated, and
+# little beside its head.
+LEAST_ROW_COSINE = 0.9
 # One for each kernel and GPU: kernels are checked side by side, each of them once.
 _LOCKS: dict[tuple[str, str], threading.RLock] = {}
 # (kernel, GPU) -> why it failed, None where it passed.
 _RESULTS: dict[tuple[str, str], str | None] = {}
+CALL_FIRST = (
+    "it has not passed its known-answer check, which cannot run while a CUDA graph is captured: "
+    "call sagepatch.attention once before the capture"
+)
+# What a kernel's machine code, launches and their judge are made from, beside its own folder.
+JUDGES = ("backends/*.py", "numerics/*.py")
+FOLDERS = {"triton": ("triton",), "cuda": ("cuda",), "cuda_mma": ("cuda", "cuda_mma")}
+PACKAGE = Path(__file__).resolve().parent.parent
+
+# A process forked while another thread checks would wait for that thread for ever.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_LOCKS.clear)
 
 
-def failure(variant: Variant, gpu: str | None = None) -> str | None:
+def failure(
+    variant: Variant, gpu: str | None = None, *, unchecked_in_graphs: bool = True
+) -> str | None:
     """Why `variant` may not serve on GPUs named `gpu` (default: such as the current one), None
     where it may; runs the check on first use. What fails on one kind of GPU may serve on another.
 
-    Kernels of CPUs are not checked. While a CUDA graph is captured nothing can be checked, and a
-    kernel not checked before may serve.
+    Kernels of CPUs are not checked. While a CUDA graph is captured nothing can be checked: a kernel
+    not checked before may serve, or raises `VariantRefused` without `unchecked_in_graphs`.
     """
     if variant.toolchain not in CHECKED or not torch.cuda.is_available():
         return None
     kinds = _each_kind()
     index = next(iter(kinds.values())) if gpu is None else kinds.get(gpu)
-    return None if index is None else _failure_on(variant, index)
+    return None if index is None else _failure_on(variant, index, unchecked_in_graphs)
 
 
 def last_failure(variant: Variant) -> str | None:
@@ -78,7 +98,7 @@ def _each_kind() -> dict[str, int]:
     return kinds
 
 
-def _failure_on(variant: Variant, index: int) -> str | None:
+def _failure_on(variant: Variant, index: int, unchecked_in_graphs: bool) -> str | None:
     major, minor = torch.cuda.get_device_capability(index)
     served = None if variant.archs is None else variant.archs | variant.tested_on
     if served is not None and 10 * major + minor not in served:
@@ -88,12 +108,14 @@ def _failure_on(variant: Variant, index: int) -> str | None:
     with _LOCKS.setdefault(key, threading.RLock()):
         if key in _RESULTS:
             return _RESULTS[key]
-        if torch.cuda.is_current_stream_capturing():
-            return None
         facts = _facts(variant, gpu)
         if _kept(facts) == "":
             _RESULTS[key] = None
             return None
+        if torch.cuda.is_current_stream_capturing():
+            if unchecked_in_graphs:
+                return None
+            raise VariantRefused(variant.name, (CALL_FIRST,))
         try:
             _RESULTS[key] = why = _check(variant, index)
         except torch.OutOfMemoryError:
@@ -105,10 +127,10 @@ def _failure_on(variant: Variant, index: int) -> str | None:
         return why
 
 
-def known_call(device: torch.device, head_dim: int = SHAPE["head_dim"]) -> Call:
-    """The call with the known answer: keys with a common offset, lengths off every tile."""
+def known_call(device: torch.device, head_dim: int = SHAPE["head_dim"], seed: int = 20) -> Call:
+    """A call with a known answer: keys with a common offset, lengths off every tile."""
     # From the CPU whatever the default device: everywhere the same numbers.
-    gen, cpu = torch.Generator("cpu").manual_seed(20), torch.device("cpu")
+    gen, cpu = torch.Generator("cpu").manual_seed(seed), torch.device("cpu")
     B, D = SHAPE["batch"], head_dim
     q = torch.randn(B, SHAPE["q_heads"], SHAPE["q_len"], D, generator=gen, device=cpu)
     k = torch.randn(B, SHAPE["kv_heads"], SHAPE["kv_len"], D, generator=gen, device=cpu)
@@ -121,18 +143,31 @@ def known_call(device: torch.device, head_dim: int = SHAPE["head_dim"]) -> Call:
 
 
 def known_calls(variant: Variant, device: torch.device) -> tuple[Call, ...]:
-    """The known call, and a second one for families of kernels that take two ways.
+    """The known call of a kernel, and a second one for families of kernels that take two ways. Each
+    has numbers of its own: what another kernel, or the other way, left in memory is wrong here.
 
     `cuda`: without a log-sum-exp the attention itself makes the codes of Q, so a dense call without
     one is asked too. `cuda_mma`: head size 128 has other tiles than 64, and these kernels serve on
     GPUs where nobody has run them yet.
     """
-    call = known_call(device)
+    seed = int.from_bytes(sha256(variant.name.encode()).digest()[:4], "big")
+    call = known_call(device, seed=seed)
     if variant.toolchain == "cuda":
-        return call, replace(call, return_lse=False, causal_offset=None)
+        other = known_call(device, seed=seed + 1)
+        return call, replace(other, return_lse=False, causal_offset=None)
     if variant.toolchain == "cuda_mma":
-        return call, known_call(device, 128)
+        return call, known_call(device, 128, seed + 1)
     return (call,)
+
+
+def poison(call: Call) -> None:
+    """Fill with NaN what the allocator will give a kernel for the output of `call`: freed at once,
+    blocks of the same sizes, in the order in which kernels take them. (Small blocks come from a
+    pool of their own: a large one reaches none of them.)
+    """
+    held = [call.empty_out(), *([call.empty_lse()] if call.return_lse else [])]
+    for tensor in held:
+        tensor.fill_(torch.nan)
 
 
 def verdict(variant: Variant, call: Call, out: Tensor, lse: Tensor | None) -> str | None:
@@ -147,6 +182,12 @@ def verdict(variant: Variant, call: Call, out: Tensor, lse: Tensor | None) -> st
             f"known-answer check: cosine {worst.cosine:.4f} to the emulator, needs {least:.4f}; "
             f"relative L1 {worst.rel_l1:.3f}, needs at most {most:.3f}"
         )
+    in_row = float(cosine_similarity(out.float(), expected.float(), dim=-1).min())
+    if in_row < LEAST_ROW_COSINE:
+        return (
+            f"known-answer check: cosine {in_row:.4f} to the emulator in one row, needs "
+            f"{LEAST_ROW_COSINE}: it was not written, or is another's"
+        )
     if not call.return_lse:
         return None
     assert expected_lse is not None
@@ -160,9 +201,7 @@ def _check(variant: Variant, index: int) -> str | None:
     try:
         with torch.cuda.device(device), torch.inference_mode():
             for call in known_calls(variant, device):
-                # Freed at once, so that the allocator hands these bytes out next: what a kernel
-                # does not write is NaN.
-                torch.full((1 << 20,), float("nan"), device=device)
+                poison(call)
                 why = verdict(variant, call, *load(variant.entry)(call, variant.recipe))
                 if why is not None:
                     return why
@@ -184,10 +223,26 @@ def _facts(variant: Variant, gpu: str) -> dict[str, Any]:
         "gpu": gpu,
         "driver": nvidia_driver(),
         "sagepatch": VERSION,
+        "sources": _sources(variant.toolchain),
         "torch": torch.__version__,
         "triton": installed(*PACKAGES["triton"]),
         "nvrtc": None if compiler is None else ".".join(map(str, compiler)),
     }
+
+
+@cache
+def _sources(toolchain: str) -> str:
+    """One hash of what the kernels of a toolchain and their judge are made from: a checkout that is
+    updated in place keeps its version. A few milliseconds, once a process.
+    """
+    folders = [f"backends/{name}/*" for name in FOLDERS[toolchain]]
+    paths = {path for pattern in (*JUDGES, *folders) for path in PACKAGE.glob(pattern)}
+    digest = sha256()
+    for path in sorted(path for path in paths if path.suffix in (".py", ".cu", ".cuh")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(PACKAGE).as_posix()}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()[:24]
 
 
 def _file(facts: dict[str, Any]) -> Path | None:

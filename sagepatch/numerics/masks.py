@@ -79,7 +79,14 @@ def _visible(call: Call, start: int, stop: int, first_key: int, last_key: int) -
     inside = window is None or first_key > stop - 1 + offset - window
     if below and inside:
         return None
-    last = torch.arange(start, stop, device=call.q.device)[:, None] + offset
+    # Beyond all rows and keys a position hides and shows the same wherever it is, and sums of int64
+    # tensors wrap: the number goes to that end first.
+    most = call.q.shape[2] + call.k.shape[2] + 1
+    near = max(-most, min(most, offset))
+    row = torch.arange(start, stop, device=call.q.device)[:, None]
     key = torch.arange(first_key, last_key, device=call.q.device)[None, :]
-    visible = key <= last
-    return visible if window is None else visible & (key > last - window)
+    visible = key <= row + near
+    if window is None:
+        return visible
+    edge = max(-most, min(most, offset - window))
+    return visible & (key > row + edge)

@@ -11,6 +11,7 @@ import threading
 import time
 
 import pytest
+from forked import in_a_child
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
@@ -168,6 +169,36 @@ def test_threads_compile_one_program_once(program, compiled):
     for thread in threads:
         thread.join()
     assert len(compiled) == 1
+
+
+# Once wrong: the child waited for a thread that it does not have, and held the parent's file lock.
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_process_forked_while_a_thread_compiles_can_compile(program, compiled, monkeypatch):
+    inside, go_on = threading.Event(), threading.Event()
+    real = cache.compile_program
+
+    def slow(program):
+        inside.set()
+        go_on.wait(30)
+        return real(program)
+
+    monkeypatch.setattr(cache, "compile_program", slow)
+    thread = threading.Thread(target=cache.kept, args=(program,))
+    thread.start()
+    inside.wait(30)
+    # The thread ends its work only after the fork.
+    threading.Timer(0.5, go_on.set).start()
+    try:
+        assert in_a_child(lambda: go_on.set() or cache.kept(program).kernels == ("one",))
+    finally:
+        go_on.set()
+        thread.join()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_process_forked_inside_the_lock_of_locks_can_go_on(program, compiled):
+    with cache._LOCKS_LOCK:
+        assert in_a_child(lambda: cache.kept(program).kernels == ("one",))
 
 
 def test_processes_compile_one_program_once(program, tmp_path):

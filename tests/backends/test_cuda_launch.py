@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from forked import in_a_child
 
 driver = pytest.importorskip("cuda.bindings.driver")
 
@@ -280,3 +282,27 @@ def test_threads_load_several_programs_at_once_and_none_twice(monkeypatch):
         found = list(pool.map(launch._library, programs * 2))
     assert found == [(None, {"one": (8,)})] * 4
     assert sorted(calls, key=programs.index) == programs
+
+
+# Once wrong: the child waited for a thread that it does not have.
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_process_forked_while_a_thread_loads_can_load(monkeypatch):
+    program = build.Program("a.cu", (), "sm_90a")
+    inside, go_on = threading.Event(), threading.Event()
+
+    def loaded(program):
+        inside.set()
+        go_on.wait(30)
+        return None, {"one": (8,)}
+
+    monkeypatch.setattr(launch, "_loaded", loaded)
+    monkeypatch.setattr(launch, "_LIBRARIES", {})
+    thread = threading.Thread(target=launch._library, args=(program,))
+    thread.start()
+    inside.wait(30)
+    try:
+        with launch._LOADING_LOCK:
+            assert in_a_child(lambda: go_on.set() or launch._library(program)[1] == {"one": (8,)})
+    finally:
+        go_on.set()
+        thread.join()

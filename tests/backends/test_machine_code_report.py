@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from sagepatch.backends.catalogue import CUDA_MMA
+from sagepatch.backends.cuda.build import TARGETS as TARGET_OF
 from sagepatch.backends.cuda.build import compile_program, missing
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -151,8 +153,32 @@ def test_pages_say_what_the_tables_say(benchmarks: None, name: str) -> None:
     assert module.PAGE.with_suffix(".png").exists()
 
 
+# Once missing: sm_87 and sm_121a.
+def test_every_target_has_every_recipe_in_the_report(benchmarks: None, rates: Any) -> None:
+    import machine_code_report
+
+    with (BENCHMARKS / "machine_code.csv").open(newline="", encoding="utf-8") as file:
+        kept = list(csv.DictReader(file))
+    named = {(r["target"], r["recipe"], r["head_dim"]) for r in kept}
+    wanted = {
+        (target, variant.recipe.name, str(dim))
+        for arch, target in TARGET_OF.items()
+        for variant in CUDA_MMA
+        for dim in machine_code_report.HEAD_DIMS
+        if variant.archs is not None and arch in variant.archs
+    }
+    assert named == wanted
+    for gpu in rates.GPUS:
+        # Counts of every GPU; a ceiling of those whose rates are published, and else a reason.
+        assert bool(gpu.unrated) == (not gpu.tensor)
+        for r in kept:
+            if r["gpu"] == gpu.name:
+                assert min(int(r[name]) for name in ("registers", "warps", "instructions")) > 0
+                assert (r["predicted_tops"] == r["bound"] == "-") == bool(gpu.unrated)
+
+
 MAIN = ("sage2pp_8", "sage2_8", "sage1_b", "sage1_b_f32", "sage2_4_f16", "sage2pp_4")
-TARGETS = ("sm_80", "sm_86", "sm_89", "sm_120a")
+TARGETS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_120a", "sm_121a")
 
 
 @pytest.mark.slow

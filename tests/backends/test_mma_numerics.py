@@ -223,3 +223,13 @@ def test_keys_that_no_query_sees_hold_any_bytes(name):
 @pytest.mark.parametrize("name", ["sage1_b", "sage1_b_f32", "sage2_8", "sage2pp_8", "sage2_4"])
 def test_error_does_not_grow_with_length(name):
     error_does_not_grow_with_length(run, RECIPES[name], DEVICE)
+
+
+# Once wrong: such a row gave 0.
+def test_a_row_of_fp64_s_lowest_number_stays_the_mean_of_v():
+    call = make((1, 2, 2, 20, 40, 64))
+    mask = torch.zeros(20, 40, dtype=torch.float64)
+    mask[3] = torch.finfo(torch.float64).min
+    call = replace(call, attn_mask=mask.to(DEVICE))
+    out, _ = run(call, RECIPES["sage2_8"])
+    assert torch.allclose(out[:, :, 3].float(), call.v.float().mean(2), atol=0.03)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import shutil
+import threading
 from dataclasses import replace
 
 import pytest
 import torch
+from forked import in_a_child
 
 from sagepatch import ops
 from sagepatch.backends import selfcheck
@@ -21,7 +25,6 @@ from sagepatch.spec import AttnSpec
 VARIANT = BY_NAME["triton.sage2_8"]
 GPU = "Pretend GPU"
 CPU = torch.device("cpu")
-HERE = {"device": CPU}
 
 
 @pytest.fixture
@@ -65,9 +68,8 @@ def test_a_hopper_kernel_is_asked_both_ways_that_it_has(monkeypatch):
 
     monkeypatch.setattr(selfcheck, "load", lambda entry: kernel)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch, "full", lambda *args, **kwargs: None)
     known = selfcheck.known_call
-    monkeypatch.setattr(selfcheck, "known_call", lambda device: known(torch.device("cpu")))
+    monkeypatch.setattr(selfcheck, "known_call", lambda device, **seed: known(CPU, **seed))
     assert "relative L1" in (selfcheck._check(hopper, 0) or "")
     assert asked == [(True, 71), (False, None)]
     assert selfcheck._check(VARIANT, 0) is None
@@ -85,10 +87,10 @@ def test_an_mma_kernel_is_asked_at_both_usual_head_sizes(monkeypatch, recipe):
 
     monkeypatch.setattr(selfcheck, "load", lambda entry: kernel)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    full = torch.full
-    monkeypatch.setattr(torch, "full", lambda *args, **kwargs: full(*args, **kwargs | HERE))
     known = selfcheck.known_call
-    monkeypatch.setattr(selfcheck, "known_call", lambda device, *dim: known(CPU, *dim))
+    monkeypatch.setattr(
+        selfcheck, "known_call", lambda device, *dim, **seed: known(CPU, *dim, **seed)
+    )
     assert "relative L1" in (selfcheck._check(ours, 0) or "")
     assert asked == [64, 128]
 
@@ -127,7 +129,9 @@ def test_a_kernel_is_checked_once_a_kind_of_gpu_and_its_pass_is_kept(gpu, tmp_pa
     assert json.loads(kept.read_text())["gpu"] == GPU
 
 
-@pytest.mark.parametrize("fact", ["driver", "torch", "triton", "numerics", "gpu", "sagepatch"])
+@pytest.mark.parametrize(
+    "fact", ["driver", "torch", "triton", "numerics", "gpu", "sagepatch", "sources"]
+)
 def test_a_pass_of_other_versions_does_not_count(gpu, tmp_path, fact):
     selfcheck.failure(VARIANT)
     (kept,) = (tmp_path / "checks").iterdir()
@@ -147,6 +151,30 @@ def test_a_pass_of_another_compiler_does_not_count(gpu, monkeypatch):
         assert selfcheck.failure(kernel) is None
         assert selfcheck.failure(VARIANT) is None
     assert gpu == [kernel.name, VARIANT.name, kernel.name]
+
+
+# Once wrong: a checkout updated in place has the same version, and other kernels.
+@pytest.mark.parametrize(
+    ("file", "asked"),
+    [
+        ("backends/cuda/codes.cuh", {"cuda", "cuda_mma"}),
+        ("backends/cuda_mma/mma_values.cuh", {"cuda_mma"}),
+        ("backends/triton/kernel.py", {"triton"}),
+        ("numerics/attention.py", {"cuda", "cuda_mma", "triton"}),
+        ("backends/catalogue.py", {"cuda", "cuda_mma", "triton"}),
+        ("cli/info.py", set()),
+    ],
+)
+def test_a_pass_of_other_sources_does_not_count(monkeypatch, tmp_path, file, asked):
+    copy = tmp_path / "sagepatch"
+    shutil.copytree(selfcheck.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(selfcheck, "PACKAGE", copy)
+    hashed = selfcheck._sources.__wrapped__
+    before = {name: hashed(name) for name in selfcheck.CHECKED}
+    assert before == {name: hashed(name) for name in selfcheck.CHECKED}
+    with (copy / file).open("a", encoding="utf-8") as source:
+        source.write("\n")
+    assert {name for name in selfcheck.CHECKED if hashed(name) != before[name]} == asked
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"failure": ""}', "null"])
@@ -199,6 +227,55 @@ def test_nothing_is_checked_while_a_graph_is_captured(gpu, monkeypatch):
     assert selfcheck.failure(VARIANT) is None
     assert gpu == []
     assert selfcheck._RESULTS == {}
+
+
+# Once wrong: an unchecked kernel went into the user's graph for good. A layer's first call is
+# captured where its plan is from a file and nobody warmed it up: it serves, as it did.
+@pytest.mark.parametrize("variant", ["fast", "triton.sage2_8", "auto"])
+def test_an_unchecked_kernel_of_a_plain_call_is_refused_while_a_graph_is_captured(
+    gpu, monkeypatch, variant
+):
+    monkeypatch.setattr(ops, "_CHOSEN", {})
+    monkeypatch.setattr(ops, "unusable", lambda variant: None)
+    captured = replace(_spec(), gpu=GPU)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(VariantRefused, match=r"call sagepatch\.attention once before the capture"):
+        ops.chosen_for(captured, variant)
+    assert gpu == []
+    assert selfcheck._RESULTS == ops._CHOSEN == {}
+    # Exact attention needs no check.
+    assert ops.chosen_for(captured, "exact") is SDPA
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    served = ops.chosen_for(captured, variant)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    ops._CHOSEN.clear()
+    assert ops.chosen_for(captured, variant) is served
+    # In the next process the pass that was kept is enough.
+    selfcheck._RESULTS.clear()
+    assert ops.chosen_for(captured, variant) is served
+    assert len(gpu) == 1
+
+
+# Once wrong: the thread that held the lock is not there in the child, which waited for ever.
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_process_forked_during_a_check_can_check(gpu, monkeypatch):
+    held, done = threading.Event(), threading.Event()
+    passing = selfcheck._check
+
+    def slow(variant, index):
+        held.set()
+        done.wait(30)
+        return passing(variant, index)
+
+    monkeypatch.setattr(selfcheck, "_check", slow)
+    thread = threading.Thread(target=selfcheck.failure, args=(VARIANT,))
+    thread.start()
+    held.wait(30)
+    try:
+        assert in_a_child(lambda: done.set() or selfcheck.failure(VARIANT) is None)
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_a_gpu_that_a_kernel_does_not_serve_says_nothing_against_it(gpu, monkeypatch):

@@ -95,3 +95,17 @@ def test_padding_is_what_no_query_and_no_head_sees() -> None:
     assert seen.all()  # a very low number is still a weight
     assert seen_keys(call) is None
     assert seen_keys(replace(call, causal_offset=-3)) is None
+
+
+# Once wrong: sums of int64 tensors wrapped, and keys in sight were hidden.
+@pytest.mark.parametrize("window", [None, 1, 2**40, 2**63 - 1])
+@pytest.mark.parametrize("offset", [2**63 - 1, 2**63 - 5, -(2**63), -(2**63) + 3, 2**40, 4])
+def test_positions_near_the_end_of_int64_hide_and_show_the_same(
+    offset: int, window: int | None
+) -> None:
+    call = normal(2, 3, 3, SQ, SKV, 4, causal_offset=offset, window=window)
+    got = merged_mask(call)
+    added = torch.zeros(2, 3, SQ, SKV)
+    if got is not None:
+        added = added.masked_fill(~got, -math.inf)
+    assert torch.equal(added, brute(call))

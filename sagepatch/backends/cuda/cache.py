@@ -33,6 +33,17 @@ _LOCKS: dict[str, threading.Lock] = {}
 _LOCKS_LOCK = threading.Lock()
 
 
+def _forget_locks() -> None:
+    """In a process forked while another thread held one: nobody there would ever let it go."""
+    global _LOCKS_LOCK
+    _LOCKS.clear()
+    _LOCKS_LOCK = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_locks)
+
+
 def kept(program: Program, *, folder: Path | None = None) -> Compiled:
     """The machine code of a program: from `folder` (default: `kernels` in the cache directory), or
     compiled now and kept there. Threads and processes that want the same one wait for the first.
@@ -169,4 +180,7 @@ def _only_process(path: Path) -> Iterator[None]:
             logger.debug("sagepatch: no lock at %s: %s", path, error)
         yield
     finally:
+        # A process forked meanwhile has the file open, too, and would hold what is not let go.
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)
         os.close(handle)

@@ -5,6 +5,7 @@ arithmetic.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,17 @@ _MOST_MAPS = 8192
 _LIBRARIES: dict[Program, tuple[Any, dict[str, tuple[int, ...]]]] = {}
 _LOADING: dict[Program, threading.Lock] = {}
 _LOADING_LOCK = threading.Lock()
+
+
+def _forget_locks() -> None:
+    """In a process forked while another thread held one: nobody there would ever let it go."""
+    global _LOADING_LOCK
+    _LOADING.clear()
+    _LOADING_LOCK = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_locks)
 
 
 @cache

@@ -22,8 +22,19 @@ def target_of(device: torch.device) -> str:
 
 
 def missing_here() -> str | None:
-    """A sentence saying why the kernels cannot run on the GPU here; None when they can, or where
-    their records refuse it anyway.
+    """A sentence saying why the kernels can run on no GPU here; None when they can on one, or where
+    their records refuse it anyway. A call may be of any GPU, whichever is the current one: that the
+    compiler does not know that one is found by its known-answer check.
     """
-    arch = arch_of(torch.device("cuda")) if torch.cuda.is_available() else None
-    return missing(TARGETS.get(arch or OLDEST, TARGETS[OLDEST]))
+    if not torch.cuda.is_available():
+        return missing(TARGETS[OLDEST])
+    current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    count = torch.cuda.device_count()
+    why = None
+    for number in sorted(range(count), key=lambda number: number != current):
+        arch = arch_of(torch.device("cuda", number))
+        found = missing(TARGETS.get(arch or OLDEST, TARGETS[OLDEST]))
+        if found is None:
+            return None
+        why = why or found
+    return why

@@ -44,7 +44,7 @@ def full_mask(call: Call, block_n: int, target: str) -> FullMask | None:
     Skv = call.k.shape[2]
     additive = mask.dtype != torch.bool
     if additive and mask.dtype not in TYPES:
-        mask = mask.float()
+        mask = narrowed(mask)
     mask = mask[(None,) * (4 - mask.dim())]
     if not additive:
         mask = mask.view(torch.uint8)
@@ -70,6 +70,17 @@ def full_mask(call: Call, block_n: int, target: str) -> FullMask | None:
         1 if own[2] > 1 else 0,
     )
     return FullMask(mask, states, strides, seen.view(torch.bool).expand(B, Skv)[:, None, None])
+
+
+def narrowed(mask: Tensor) -> Tensor:
+    """An additive mask in FP32. What is finite stays so: -inf would hide a key, and a row that only
+    FP64's lowest number covers is to stay the mean of V. Infinities and NaN stay.
+    """
+    narrow = mask.float()
+    if mask.dtype != torch.float64:
+        return narrow
+    most = torch.finfo(torch.float32).max
+    return torch.where(mask.isfinite(), narrow.clamp(-most, most), narrow)
 
 
 def mask_program(block_n: int, additive: torch.dtype | None, target: str) -> Program:
