@@ -23,7 +23,11 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 README = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
 # Files of kernels' tests that a GPU only skips.
-WITHOUT_GPU = {"test_triton_interpreter.py"}
+WITHOUT_GPU = {
+    "test_cuda_registers.py",
+    "test_mma_machine.py",
+    "test_triton_interpreter.py",
+}
 each_job = pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
 
 
