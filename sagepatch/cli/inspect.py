@@ -174,21 +174,17 @@ def told(one: Counted, reached: Sequence[str], won: Gain | None, has_gpu: bool) 
 
 def check_heeded(parts: Mapping[str, nn.Module], given: Asked) -> None:
     """Refuse sizes that no part of the model has: its forward would be the same without them."""
-    takes = [heeded(part) for part in parts.values()]
-    asked = {
-        "--width": ("width", given.width),
-        "--height": ("height", given.height),
-        "--frames": ("frames", given.frames),
-        "--tokens": ("tokens", given.tokens),
-    }
-    for option, (size, value) in asked.items():
+    sizes = ("width", "height", "frames", "tokens")
+    asked = [size for size in sizes if getattr(given, size) is not None]
+    takes = [heeded(part) for part in parts.values()] if asked else []
+    for size in asked:
         # Of a part whose forward is not known the count says so itself.
-        if value is None or any(each is None or size in each for each in takes):
+        if any(each is None or size in each for each in takes):
             continue
         names = " or ".join(type(part).__name__ for part in parts.values()) or "this model"
         known = dict.fromkeys(f"--{one}" for each in takes for one in sorted(each or ()))
         raise InvalidArgument(
-            f"{option} says nothing about {names}"
+            f"--{size} says nothing about {names}"
             + (f", whose forward takes {', '.join(known)}" if known else "")
         )
 
