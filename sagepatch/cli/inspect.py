@@ -22,6 +22,9 @@ from sagepatch.cli.sources import Source, resolve
 from sagepatch.errors import InvalidArgument, NothingPatched
 from sagepatch.patchers.model import fingerprint, search
 
+# Columns in which whole names of layers have room beside the rest.
+WIDE = 110
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -123,18 +126,28 @@ def show(rows: list[Row]) -> None:
     """The layers as a table."""
     from rich.text import Text
 
+    from sagepatch.report.render_table import shared_path
+
     counted = any(row.shape is not None for row in rows)
     left = any(row.reason for row in rows)
-    titles = ["layer", "kind", "heads", *(["one call", "share"] if counted else []), "reached by"]
+    console = out()
+    narrow = console.width < WIDE
+    # In a narrow terminal what all names begin with goes into the title, and a call's shape says
+    # the heads.
+    shared = shared_path([row.name for row in rows]) if narrow else ""
+    first = f"layer of {shared[:-1]}" if shared else "layer"
+    shaped = narrow and all(row.shape is not None for row in rows)
+    titles = [first, "kind", *([] if shaped else ["heads"])]
+    titles += [*(["one call", "share"] if counted else []), "reached by"]
     made = table(*titles, *(["left alone because"] if left else []))
     for row in rows:
         heads = "" if row.heads is None else f"{row.heads} x {row.head_dim}"
-        cells = [row.name, row.kind, heads]
+        cells = [row.name.removeprefix(shared), row.kind, *([] if shaped else [heads])]
         if counted:
             cells += [row.shape or "", "" if row.share is None else f"{row.share:.1%}"]
         cells += [row.patched_by or "", *([row.reason] if left else [])]
         made.add_row(*map(Text, cells))
-    out().print(made)
+    console.print(made)
 
 
 def told(one: Counted, reached: Sequence[str], won: Gain | None, has_gpu: bool) -> list[str]:
@@ -161,21 +174,17 @@ def told(one: Counted, reached: Sequence[str], won: Gain | None, has_gpu: bool) 
 
 def check_heeded(parts: Mapping[str, nn.Module], given: Asked) -> None:
     """Refuse sizes that no part of the model has: its forward would be the same without them."""
-    takes = [heeded(part) for part in parts.values()]
-    asked = {
-        "--width": ("width", given.width),
-        "--height": ("height", given.height),
-        "--frames": ("frames", given.frames),
-        "--tokens": ("tokens", given.tokens),
-    }
-    for option, (size, value) in asked.items():
+    sizes = ("width", "height", "frames", "tokens")
+    asked = [size for size in sizes if getattr(given, size) is not None]
+    takes = [heeded(part) for part in parts.values()] if asked else []
+    for size in asked:
         # Of a part whose forward is not known the count says so itself.
-        if value is None or any(each is None or size in each for each in takes):
+        if any(each is None or size in each for each in takes):
             continue
         names = " or ".join(type(part).__name__ for part in parts.values()) or "this model"
         known = dict.fromkeys(f"--{one}" for each in takes for one in sorted(each or ()))
         raise InvalidArgument(
-            f"{option} says nothing about {names}"
+            f"--{size} says nothing about {names}"
             + (f", whose forward takes {', '.join(known)}" if known else "")
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sagepatch.api import apply
@@ -20,12 +20,33 @@ def rehearse(model: Any, run_briefly: Callable[[], object], request: Request) ->
     """
     with apply(model, variant="exact") as patch:
         run_briefly()
-        refusals = [reason for layer in patch.layers for reason in refused_calls(layer, request)]
-        refusals += [f"layer {left.name!r}: {left.reason}" for left in patch.left]
+        refusals = [
+            (layer.name, reason)
+            for layer in patch.layers
+            for reason in refused_calls(layer, request)
+        ]
+        refusals += [(left.name, left.reason) for left in patch.left]
     if refusals:
-        more = len(refusals) - SHOWN_LAYERS
-        shown = refusals[:SHOWN_LAYERS] + ([f"and {more} more"] if more > 0 else [])
-        raise VariantRefused(request.variant, shown)
+        reasons = [f"layer {name!r}: {reason}" for name, reason in refusals]
+        raise VariantRefused(request.variant, reasons, "; ".join(by_reason(refusals)))
+
+
+def by_reason(refusals: Sequence[tuple[str, str]]) -> list[str]:
+    """Layers and why nothing serves them, those of one reason together.
+
+    >>> by_reason([("a.0", "no GPU"), ("a.1", "no GPU"), ("b", "short")])
+    ['layers a.0, a.1: no GPU', 'layer b: short']
+    """
+    found: dict[str, list[str]] = {}
+    for name, reason in refusals:
+        found.setdefault(reason, []).append(name)
+    told = []
+    for reason, names in found.items():
+        listed = ", ".join(names[:SHOWN_LAYERS])
+        if len(names) > SHOWN_LAYERS:
+            listed += f" and {len(names) - SHOWN_LAYERS} more"
+        told.append(f"layer{'s' * (len(names) > 1)} {listed}: {reason}")
+    return told
 
 
 def refused_calls(layer: PatchedLayer, request: Request) -> list[str]:
@@ -37,5 +58,5 @@ def refused_calls(layer: PatchedLayer, request: Request) -> list[str]:
         decisions = candidates(spec, request, layer.unusable)
         if all(decision.reasons for decision in decisions):
             reasons = dict.fromkeys(r for decision in decisions for r in decision.reasons)
-            found.append(f"layer {layer.name!r} ({spec}): {', '.join(reasons)}")
+            found.append(f"of {spec}: {', '.join(reasons)}")
     return found

@@ -65,7 +65,7 @@ def _layers(rows: Sequence[LayerRow], width: int) -> Table:
     shared = ""
     if _room(columns, width) < longest + kernel:
         # What all names begin with goes into the title.
-        shared = _shared([row.name for row in rows])
+        shared = shared_path([row.name for row in rows])
         longest -= len(shared)
     for title in ("step", "head", "kind"):
         if _room(columns, width) < longest + kernel:
@@ -175,7 +175,7 @@ def _listed(names: Sequence[str]) -> str:
     return f"{names[0]} and {len(names) - 1} more layers"
 
 
-def _shared(names: Sequence[str]) -> str:
+def shared_path(names: Sequence[str]) -> str:
     """The module path that all names begin with, its last dot included; "" where there is none."""
     if len(names) < 2:
         return ""

@@ -137,6 +137,16 @@ class TestInspect:
         looked = json.loads(sage("inspect", tiny_flux, "--json").out)
         assert looked["fingerprint"] == plan["fingerprint"]
 
+    def test_a_narrow_terminal_shows_a_layer_a_line(
+        self, sage: Sage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("sagepatch.cli.console.PIPED_WIDTH", 80)
+        told = sage("inspect", "demo").out
+        assert "layer of transformer" in told
+        rows = [line.split() for line in told.splitlines() if line.rstrip().endswith("diffusers")]
+        assert [row[0] for row in rows].count("single_transformer_blocks.7.attn") == 1
+        assert len(rows) == 11
+
     def test_the_demo(self, sage: Sage) -> None:
         ended = sage("inspect", "demo")
         assert ended.code == 0, ended.err

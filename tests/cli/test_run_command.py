@@ -123,7 +123,7 @@ class TestFlux:
         assert "--threshold 0.9 and --budget 0.1 exclude each other" in both.err
         untimed = sage(*wanted, "--time-us", 100)
         assert untimed.code == 3
-        assert "only a GPU gives" in untimed.err
+        assert "which only a GPU gives" in untimed.err
 
     # case 60
     def test_a_plan_at_another_size_is_used_with_a_warning(self, sage: Sage) -> None:
@@ -142,6 +142,9 @@ class TestFlux:
     # case 66
     def test_strict_makes_it_a_demand_before_the_run(self, sage: Sage) -> None:
         ended = sage(*FLUX, "--variant", "fast", "--strict")
+        # All layers of one reason together.
+        assert ended.err.count("needs cuda") == 1
+        assert "cannot serve this call: layers transformer.transformer_blocks.0" in ended.err
         assert ended.code == 4
         assert not list(Path().glob("*.png"))
         for layer in ("transformer_blocks.1.attn", "single_transformer_blocks.0.attn"):
