@@ -246,6 +246,8 @@ class PatchedLayer:
 
     def _decide(self, spec: AttnSpec, request: Request) -> tuple[Variant, str | None]:
         if self.demoted is not None:
+            if self.policy.strict and request.variant not in ("exact", SDPA.name):
+                raise StrictFallback(self.name, request.variant, (f"demoted: {self.demoted}",))
             return SDPA, f"demoted: {self.demoted}"
         if request.variant == "exact":
             return SDPA, None

@@ -275,7 +275,7 @@ def _exact_instead(
     layer: PatchedLayer, call: Call, variant: Variant
 ) -> tuple[Tensor, Tensor | None]:
     """Exact attention for a call on which `variant` was not finite. Where this is finite, the layer
-    is demoted.
+    is demoted; under `strict=True` that raises.
     """
     exact, exact_lse = run_exact(call)
     if not _finite(exact):
@@ -283,6 +283,8 @@ def _exact_instead(
         layer.record.ran_exact_instead(variant.name, SDPA.name, "inputs were not finite")
         return exact, exact_lse
     layer.heed("kernel", variant.name)
+    if layer.policy.strict:
+        raise StrictFallback(layer.name, variant.name, (f"demoted: {layer.demoted}",))
     layer.record.ran_exact_instead(variant.name, SDPA.name, f"demoted: {layer.demoted}")
     return exact, exact_lse
 

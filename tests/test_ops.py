@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from sagepatch import attention, ops
 from sagepatch.backends.catalogue import SDPA
 from sagepatch.dispatch import Request
+from sagepatch.errors import StrictFallback
 from sagepatch.functional import run
 from sagepatch.layer import find_layer
 from sagepatch.ops import run_exact, run_layer
@@ -157,6 +158,25 @@ def test_the_guard_recomputes_and_demotes(monkeypatch, guard: str, recomputed: b
         assert torch.equal(out, run_exact(given)[0])
         assert one.record.by_variant == {SDPA.name: 1}
         assert one.record.calls == 1
+
+
+def test_strict_raises_where_the_guard_would_recompute(monkeypatch) -> None:
+    import sagepatch.backends.emulated as emulated
+
+    one, given = layer(strict=True), call()
+    one.run_with(Request(FAST), "asked")
+
+    def poisoned(seen, recipe):
+        return torch.full_like(seen.q[..., :1].expand(-1, -1, -1, 32), math.nan), None
+
+    monkeypatch.setattr(emulated, "emulate", poisoned)
+    # Now, and at each later call: a demoted layer would run exact for ever.
+    for _ in range(2):
+        with pytest.raises(StrictFallback, match=r"demoted: .* gave a non-finite output"):
+            run_layer(one, given)
+    # What a plan or the user left exact is no fallback.
+    one.run_with(Request("exact"), "asked")
+    run_layer(one, given)
 
 
 # case 14

@@ -174,9 +174,10 @@ def _inside_redirect(call: Callable[..., Any], owner: type) -> Callable[..., Any
             return call(self, attn, *args, **kwargs)
         return inside(handle, call, owner, self, attn, *args, **kwargs)
 
-    # diffusers reads the signature of __call__ to decide what to pass on, and Dynamo, tracing that,
-    # guards on the length of this tuple.
-    __call__.__defaults__ = ()
+    # diffusers reads the signature of __call__ to decide what to pass on. Dynamo, tracing that,
+    # sees the original's defaults and guards on what it finds here. `attn` is always given.
+    __call__.__defaults__ = getattr(call, "__defaults__", None) or ()
+    __call__.__kwdefaults__ = getattr(call, "__kwdefaults__", None)
     functools.update_wrapper(__call__, call)
     # Found once, not at each of its calls.
     __call__.__signature__ = inspect.signature(call)  # type: ignore[attr-defined]
