@@ -50,7 +50,7 @@ def run(call: Call, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
             mask = mask[None]
     B, Hq, Sq, D = q.shape
     Hkv, Dv = v.shape[1], v.shape[3]
-    shared = Hq // Hkv
+    shared = Hq // max(Hkv, 1)
     gqa = shared > 1 and takes_shared_heads(q.device.type, mask is not None, D, Dv)
     packed = False
     if shared > 1 and not gqa:
