@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -333,17 +332,13 @@ def main() -> None:
     parser.add_argument("--only", default="", help="variants whose name holds one of these words")
     parser.add_argument("--commit", default=shell("git", "rev-parse", "--short", "HEAD"))
     args = parser.parse_args()
-    try:
-        own_version = version("sagepatch")
-    except PackageNotFoundError:
-        own_version = sagepatch.__version__
     facts = {
         "gpu": torch.cuda.get_device_name(),
         "driver": shell("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "sagepatch": own_version,
+        "sagepatch": sagepatch.__version__,
         "commit": args.commit,
         "command": "python " + " ".join(sys.argv),
     }

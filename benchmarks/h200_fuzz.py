@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +85,6 @@ def rows(tally: Path) -> list[dict[str, Any]]:
     return made
 
 
-def own_version() -> str:
-    try:
-        return version("sagepatch")
-    except PackageNotFoundError:
-        return sagepatch.__version__
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", default="benchmarks/h200_fuzz.csv")
@@ -112,7 +105,7 @@ def main() -> None:
         "torch": machine.versions["torch"],
         "triton": machine.versions.get("triton"),
         "hypothesis": version("hypothesis"),
-        "sagepatch": own_version(),
+        "sagepatch": sagepatch.__version__,
         "commit": args.commit,
         "command": "python " + " ".join(sys.argv),
     }

@@ -17,7 +17,6 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -166,17 +165,13 @@ def main() -> None:
     parser.add_argument("--commit", default="unknown")
     args = parser.parse_args()
     machine = Machine.here()
-    try:
-        own_version = version("sagepatch")
-    except PackageNotFoundError:
-        own_version = sagepatch.__version__
     facts = {
         "gpu": machine.gpu_name,
         "driver": machine.driver,
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "triton": machine.versions.get("triton"),
-        "sagepatch": own_version,
+        "sagepatch": sagepatch.__version__,
         "commit": args.commit,
         "command": "python " + " ".join(sys.argv),
     }

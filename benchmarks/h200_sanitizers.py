@@ -23,7 +23,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from signal import SIGKILL
 from typing import Any
 
@@ -228,17 +227,13 @@ def main() -> None:
         inside(args.inside, FAULTS.get(args.fault))
         return
     machine = Machine.here()
-    try:
-        own_version = version("sagepatch")
-    except PackageNotFoundError:
-        own_version = sagepatch.__version__
     shown = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True)
     facts = {
         "gpu": machine.gpu_name,
         "driver": machine.driver,
         "torch": machine.versions["torch"],
         "sanitizer": (re.findall(r"Version (\S+)", shown.stdout) or ["unknown"])[0],
-        "sagepatch": own_version,
+        "sagepatch": sagepatch.__version__,
         "commit": args.commit,
         "command": "python " + " ".join(sys.argv),
     }

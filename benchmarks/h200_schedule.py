@@ -27,7 +27,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -289,16 +288,12 @@ def rows_of(job: dict[str, Any], file: Path, outcome: str) -> list[dict[str, Any
 def tell(to: Path) -> None:
     """Write down what machine this is."""
     machine = Machine.here()
-    try:
-        own_version = version("sagepatch")
-    except PackageNotFoundError:
-        own_version = sagepatch.__version__
     facts = {
         "gpu": machine.gpu_name,
         "driver": machine.driver,
         "torch": machine.versions["torch"],
         "nvrtc": ".".join(map(str, build.nvrtc_version() or ())),
-        "sagepatch": own_version,
+        "sagepatch": sagepatch.__version__,
     }
     to.with_suffix(".new").write_text(json.dumps(facts))
     to.with_suffix(".new").rename(to)
