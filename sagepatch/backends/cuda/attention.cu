@@ -244,7 +244,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
       };
       auto step = [&](auto masked, int i) { any_step(masked, Flag<false>(), i); };
       int i = 0;
-      if constexpr (SCALES_AHEAD) load_scales(Flag<true>(), tile_at(w, 0, tile_list, tiles));
+      // Without rows there are no tiles left, and a list need not have the entry.
+      if constexpr (SCALES_AHEAD)
+        load_scales(Flag<true>(),
+                    TILE_LIST && w.count == 0 ? 0 : tile_at(w, 0, tile_list, tiles));
       else next_scales += w.bottom * KEY_GROUPS * 4;
 #else
       // First tile: nothing to overlap with yet.
