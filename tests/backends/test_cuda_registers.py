@@ -48,7 +48,7 @@ OUTSIDE_BYTES = {
     "sage1_b_f32 128 half": 8,
     "sage1_b_f32 128 causal half": 8,
     "sage2_8_bf16 128": 80,
-    "sage2_8_bf16 128 split": 8,
+    "sage2_8_bf16 128 split": 72,
     "sage2_8_bf16 128 causal": 80,
     "sage2_8_bf16 128 half": 72,
     "sage2_8_bf16 128 causal half": 72,

@@ -332,8 +332,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(
         const int of = w.member * key_heads + w.kv_head - w.batch * key_heads;
         const float most = k_norm ? __ldg(k_norm + of) : __int_as_float(0x7F800000);
         const uint8_t* codes = shared;
-        if (all_of_us(most_score(codes, row, pair, q0, most) - m0 <= CAP &&
-                          most_score(codes, row + 8, pair, q1, most) - m1 <= CAP, consumer))
+        // Both by all threads of a warp, which shuffle: not the second where the first says yes.
+        bool under = most_score(codes, row, pair, q0, most) - m0 <= CAP;
+        under &= most_score(codes, row + 8, pair, q1, most) - m1 <= CAP;
+        if (all_of_us(under, consumer))
           for (; i < w.whole; i++) any_step(Flag<false>(), Flag<true>(), i);
       }
 #endif
