@@ -102,6 +102,17 @@ def forms(dim: int, other: int, packs: bool) -> Iterator[tuple[str, Call]]:
     odd = [torch.nn.functional.pad(t, (1, 0))[..., 1:] for t in (call.q, call.k, call.v)]
     yield "addresses off 16 bytes", replace(call, q=odd[0], k=odd[1], v=odd[2])
     yield "one query, one key", make((1, 2, 2, 1, 1, other))
+    for d in (64, 128):
+        # In every other row scores far over those of the first tile: a warp has both kinds.
+        call = make((1, 2, 1, 200, 1500, d))
+        k = call.k * torch.linspace(0.05, 8, 1500, device="cuda", dtype=call.k.dtype)[:, None]
+        q = call.q.clone()
+        q[:, :, ::2] /= 64
+        yield f"rows of two sizes, {d}", replace(call, q=q, k=k)
+        # Whole tiles alone, and a warpgroup without rows.
+        ends = torch.tensor([1500, 128, 640], device="cuda")[:, None, None, None]
+        keep = torch.arange(1500, device="cuda") < ends
+        yield f"keys, whole tiles, {d}", _hidden_nan(make((3, 2, 1, 300, 1500, d), attn_mask=keep))
 
 
 def _hidden_nan(call: Call) -> Call:
