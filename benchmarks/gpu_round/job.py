@@ -6,7 +6,13 @@ from dataclasses import dataclass
 
 TRITON, CUDA, MMA = frozenset({"triton"}), frozenset({"cuda"}), frozenset({"cuda_mma"})
 HOPPER, EVERY = TRITON | CUDA, TRITON | CUDA | MMA
-PYTEST = ("python", "-m", "pytest", "-m", "", "-p", "no:cacheprovider", "--tb=short", "-rfE")
+# Seconds of one test. Only a thread ends what waits for the GPU: it takes the process with it, and
+# pytest-xdist names the test and starts another process.
+TEST_SECONDS = 120
+PYTEST = (
+    *("python", "-m", "pytest", "-m", "", "-p", "no:cacheprovider", "--tb=short", "-rfE"),
+    *(f"--timeout={TEST_SECONDS}", "--timeout-method=thread"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +25,7 @@ class Job:
     else runs beside a `quiet` job. `writes` are files in its folder, each with the table under
     benchmarks/ that takes its rows, or "" where it is kept in the archive alone; `rows` is the
     least that each file must have. `stdout` is the file that takes what it prints. `needs` are
-    packages or programs.
+    packages or programs. A `cold` job finds no compiled kernels of other jobs.
     """
 
     name: str
@@ -35,6 +41,7 @@ class Job:
     rows: int = 1
     stdout: str = ""
     needs: tuple[str, ...] = ()
+    cold: bool = False
 
     @property
     def is_pytest(self) -> bool:
@@ -50,11 +57,13 @@ def of_tests(
     *files: str,
     gpus: int = 1,
     quiet: bool = False,
+    guessed: bool = False,
 ) -> Job:
     """Files of tests, the slow ones too."""
     command = (*PYTEST, *(f"tests/{file}" for file in files))
     return Job(
         *(name, proves, command, seconds, kernels),
+        guessed=guessed,
         gpus=gpus,
         quiet=quiet,
         workers=workers,
