@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -103,8 +104,10 @@ def differing(commit: str | None, root: Path = ROOT) -> dict[str, Any]:
 
 
 def _git(root: Path, *words: str, env: dict[str, str] | None = None) -> list[str]:
-    """The lines that git says, none where it fails."""
-    asked = ["git", "-C", str(root), "-c", "core.quotePath=false", *words]
+    """The lines that git says, none where it fails or is not there."""
+    if (git := shutil.which("git")) is None:
+        return []
+    asked = [git, "-C", str(root), "-c", "core.quotePath=false", *words]
     found = subprocess.run(
         asked, env={**os.environ, **(env or {})}, capture_output=True, text=True, check=False
     )

@@ -195,14 +195,16 @@ RECIPE_SECONDS = {"cuda": 30, "triton": 55}
 def _drawing(
     name: str, what: str, conditions: Sequence[str], kernels: frozenset[str], each: int
 ) -> Job:
-    """Pictures by some conditions, one after the other; what does not end in time is left out."""
+    """Pictures by some conditions, one after the other. Two such jobs beside each other take longer;
+    what would not end in time is left out.
+    """
     seconds = EXACT_SECONDS + each * len(conditions)
     return Job(
         f"quality_{name}",
         f"how far pictures of all captions by {what} are from those of exact attention",
         (
             *("python", "-m", "benchmarks.quality.demo", "--part", "pictures", "--out", "{out}"),
-            *("--seconds", str(3 * seconds // 2), "--commit", "{commit}", "--only", *conditions),
+            *("--seconds", str(5 * seconds // 2), "--commit", "{commit}", "--only", *conditions),
         ),
         seconds,
         kernels,

@@ -73,7 +73,13 @@ def test_a_commit_that_git_does_not_know_is_said(commits: tuple[str, str], tmp_p
     )
 
 
-def test_without_git_nothing_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lacks", ["program", "repository"])
+def test_without_git_nothing_is_said(
+    lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if lacks == "program":
+        (tmp_path / ".git").mkdir()
+        monkeypatch.setenv("PATH", str(tmp_path))
     found = differing("5ea1fe2", tmp_path)
     assert told_of_files({"commit": "5ea1fe2", **found}) == ""
 
