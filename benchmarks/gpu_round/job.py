@@ -20,8 +20,8 @@ class Job:
     """One command. In `command`, {out} stands for the job's own folder, {plans} for one that all
     jobs share, {commit} for the commit and {workers} for the cores that the job is given.
 
-    `seconds` is what it usually takes on an H200 whose kernels are not compiled yet; `guessed`
-    where nobody has timed it. `workers` are the cores it can use, for pytest its processes. Nothing
+    `seconds` is what it usually takes on an H200, its tests beside others'; `guessed` where nobody
+    has timed it. `workers` are the cores it can use, for pytest its processes. Nothing
     else runs beside a `quiet` job. `writes` are files in its folder, each with the table under
     benchmarks/ that takes its rows, or "" where it is kept in the archive alone; `rows` is the
     least that each file must have. `stdout` is the file that takes what it prints. `needs` are
