@@ -9,8 +9,9 @@ HOPPER, EVERY = TRITON | CUDA, TRITON | CUDA | MMA
 # Seconds of one test. Only a thread ends what waits for the GPU: it takes the process with it, and
 # pytest-xdist names the test and starts another process.
 TEST_SECONDS = 120
+# One "v" is pyproject.toml's "q", the other a line a test: a log that is cut off has names.
 PYTEST = (
-    *("python", "-m", "pytest", "-m", "", "-p", "no:cacheprovider", "--tb=short", "-rfE"),
+    *("python", "-m", "pytest", "-m", "", "-p", "no:cacheprovider", "--tb=short", "-rfE", "-vv"),
     *(f"--timeout={TEST_SECONDS}", "--timeout-method=thread"),
 )
 
@@ -21,11 +22,11 @@ class Job:
     jobs share, {commit} for the commit and {workers} for the cores that the job is given.
 
     `seconds` is what it usually takes on an H200, its tests beside others'; `guessed` where nobody
-    has timed it. `workers` are the cores it can use, for pytest its processes. Nothing
-    else runs beside a `quiet` job. `writes` are files in its folder, each with the table under
-    benchmarks/ that takes its rows, or "" where it is kept in the archive alone; `rows` is the
-    least that each file must have. `stdout` is the file that takes what it prints. `needs` are
-    packages or programs. A `cold` job finds no compiled kernels of other jobs.
+    has timed it. `workers` are the cores it can use, for pytest its processes. Nothing else runs
+    beside a `quiet` job. `writes` are files in its folder, each with the table under benchmarks/
+    that takes its rows, or "" where it is kept in the archive alone; `rows` is the least that each
+    file must have. `stdout` is the file that takes what it prints. `needs` are packages or
+    programs. A `cold` job finds no compiled kernels of other jobs.
     """
 
     name: str

@@ -32,7 +32,7 @@ from benchmarks.gpu_round.kept import (
     path_of_children,
 )
 from benchmarks.gpu_round.processes import GRACE, Started
-from benchmarks.gpu_round.pytest_log import counts, failed_tests, progress
+from benchmarks.gpu_round.pytest_log import counts, failed_tests, progress, unfinished_tests
 
 # What a round keeps of its seconds to end what runs and to write the archive.
 RESERVE = GRACE + 2.0
@@ -208,8 +208,9 @@ class Round:
 
     def _end(self, one: Running, outcome: str, why: str) -> None:
         code = one.started.end()
-        self._note(one, code)
-        self._tell(one.record, outcome, why)
+        said = self._note(one, code)
+        running = unfinished_tests(said) if one.job.is_pytest else ""
+        self._tell(one.record, outcome, f"{why}; in {running}" if running else why)
 
     def _judge(self, one: Running, code: int) -> None:
         """What became of a job that has ended by itself."""
@@ -226,7 +227,8 @@ class Round:
         else:
             self._tell(record, OK, "")
 
-    def _note(self, one: Running, code: int) -> None:
+    def _note(self, one: Running, code: int) -> str:
+        """Take into the record what a job's log says; the log."""
         one.record.exit_code, one.record.seconds = code, round(one.started.seconds, 1)
         log = self.folder.out / one.job.name / LOG
         said = log.read_text(encoding="utf-8", errors="replace")
@@ -235,6 +237,7 @@ class Round:
             setattr(one.record, name, number)
         if one.job.is_pytest:
             one.record.failed_tests = failed_tests(said)
+        return said
 
     def _lacking(self, job: Job) -> list[str]:
         """Files that a job should have written, without the rows that it should have."""

@@ -195,7 +195,7 @@ RECIPE_SECONDS = {"cuda": 30, "triton": 55}
 def _drawing(
     name: str, what: str, conditions: Sequence[str], kernels: frozenset[str], each: int
 ) -> Job:
-    """Pictures by some conditions, one after the other. Such jobs beside each other take longer, and
+    """Pictures by some conditions, one after the other. Such jobs beside each other take longer;
     what would not end in time is left out.
     """
     seconds = EXACT_SECONDS + each * len(conditions)
