@@ -17,7 +17,15 @@ from pathlib import Path
 
 from benchmarks.gpu_round import merging
 from benchmarks.gpu_round.jobs import chosen, table
-from benchmarks.gpu_round.kept import ENDED, FAILED, INTERRUPTED, Folder, Record, facts
+from benchmarks.gpu_round.kept import (
+    ENDED,
+    FAILED,
+    INTERRUPTED,
+    Folder,
+    Record,
+    facts,
+    told_of_files,
+)
 from benchmarks.gpu_round.running import Round, say
 
 TOOLCHAINS = ("triton", "cuda", "cuda_mma")
@@ -83,8 +91,8 @@ def run(words: list[str]) -> int:
     if about["commit"] == "unknown":
         print("no git here: --commit says what the rows are of", file=sys.stderr)
         return 2
-    if about["changed"]:
-        say(f"not what {about['commit']} says: {', '.join(about['changed'][:8])}")
+    if told_differing := told_of_files(about):
+        say(told_differing)
     out.mkdir(parents=True, exist_ok=True)
     archive = (options.archive or out.with_name(f"{out.name}.tar")).resolve()
     archive.parent.mkdir(parents=True, exist_ok=True)

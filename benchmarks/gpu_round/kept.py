@@ -6,11 +6,13 @@ import csv
 import io
 import json
 import os
-import re
+import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,17 +23,19 @@ from benchmarks.quality.tables import head
 ROOT = Path(__file__).resolve().parents[2]
 CODE = ("sagepatch", "benchmarks", "tests")
 SUMMARY = "summary"
-COUNTED = ("passed", "failed", "errors", "skipped")
+# The kernels, plans and checks that all jobs share; no part of the archive.
+CACHE = "cache"
+MOST_FILES = 8
 # What became of a job. `ENDED`: it took too long; `LATE`: there was no time to begin it.
 OK, FAILED, ENDED, SKIPPED, LATE = "ok", "failed", "ended", "skipped", "not reached"
 INTERRUPTED = "interrupted"
-# pytest's last line: "3 passed, 1 skipped in 2.13s", with or without a rule of "=" around it.
-CLOSING = re.compile(r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+) in [\d.]+s\b", re.MULTILINE)
 
 
 @dataclass(slots=True)
 class Record:
-    """One job of a round: what became of it. Counts are pytest's, None where it said none."""
+    """One job of a round: what became of it. Counts are pytest's, None where it said none, and the
+    names of failed tests too.
+    """
 
     job: str
     outcome: str
@@ -42,36 +46,9 @@ class Record:
     failed: int | None = None
     errors: int | None = None
     skipped: int | None = None
+    failed_tests: str = ""
     command: str = ""
     writes: dict[str, str] = field(default_factory=dict)
-
-
-def counts(said: str) -> dict[str, int]:
-    """How many tests passed, failed, were in error and skipped, from pytest's closing line; empty
-    where there is none.
-
-    >>> counts("...\\n2 failed, 3 passed, 1 skipped in 0.51s\\n")
-    {'passed': 3, 'failed': 2, 'errors': 0, 'skipped': 1}
-    """
-    lines = CLOSING.findall(said)
-    if not lines:
-        return {}
-    found = dict.fromkeys(COUNTED, 0)
-    for number, what in re.findall(r"(\d+) ([a-z]+)", lines[-1]):
-        name = "errors" if what == "error" else what
-        if name in found:
-            found[name] = int(number)
-    return found
-
-
-def progress(said: str) -> dict[str, int]:
-    """The same from pytest's lines of one letter a test, where it was killed before it closed.
-
-    >>> progress("..F.s [ 50%]\n.E")
-    {'passed': 4, 'failed': 1, 'errors': 1, 'skipped': 1}
-    """
-    letters = "".join(re.findall(r"^([.FEsxX]+)(?: *\[ *\d+%\])?$", said, re.MULTILINE))
-    return {name: letters.count(letter) for name, letter in zip(COUNTED, ".FEs", strict=True)}
 
 
 def facts(commit: str | None) -> dict[str, Any]:
@@ -91,7 +68,7 @@ def facts(commit: str | None) -> dict[str, Any]:
     machine = json.loads(asked.stdout.splitlines()[-1])
     return {
         "commit": commit or head(),
-        "changed": changed(),
+        **differing(commit),
         "began": datetime.now(UTC).isoformat(timespec="seconds"),
         "gpu": machine["gpu"],
         "gpus": len(machine["gpus"]),
@@ -105,13 +82,47 @@ def path_of_children() -> str:
     return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
-def changed() -> list[str]:
-    """Files of code that differ from the commit; empty without git."""
-    if not (ROOT / ".git").exists():
+def differing(commit: str | None, root: Path = ROOT) -> dict[str, Any]:
+    """How the files of code there differ from a commit, else from the one that is checked out:
+    `changed` are those that do, and `checkout` is the commit that they were compared with where git
+    knows no such commit, else "". Nothing differs without git.
+    """
+    same = {"changed": [], "checkout": ""}
+    if not (root / ".git").exists():
+        return same
+    known = _git(root, "rev-parse", "--verify", "--quiet", f"{commit or 'HEAD'}^{{commit}}")
+    base = known or _git(root, "rev-parse", "--verify", "--quiet", "HEAD")
+    if not base:
+        return same
+    with tempfile.TemporaryDirectory() as folder:
+        # The index may be of another commit than the files are: one of this commit's own.
+        env = {"GIT_INDEX_FILE": str(Path(folder) / "index")}
+        _git(root, "read-tree", base[0], env=env)
+        changed = _git(root, "diff", "--name-only", "--", *CODE, env=env)
+        changed += _git(root, "ls-files", "--others", "--exclude-standard", "--", *CODE, env=env)
+    return {"changed": sorted(changed), "checkout": "" if known else base[0][:7]}
+
+
+def _git(root: Path, *words: str, env: dict[str, str] | None = None) -> list[str]:
+    """The lines that git says, none where it fails or is not there."""
+    if (git := shutil.which("git")) is None:
         return []
-    asked = ["git", "-C", str(ROOT), "status", "--porcelain", "--", *CODE]
-    found = subprocess.run(asked, capture_output=True, text=True, check=False)
-    return [line[3:] for line in found.stdout.splitlines()]
+    asked = [git, "-C", str(root), "-c", "core.quotePath=false", *words]
+    found = subprocess.run(
+        asked, env={**os.environ, **(env or {})}, capture_output=True, text=True, check=False
+    )
+    return found.stdout.splitlines() if found.returncode == 0 else []
+
+
+def told_of_files(about: Mapping[str, Any]) -> str:
+    """That the files were not those of the commit, "" where they were."""
+    changed, commit = about["changed"], about["commit"]
+    files = ", ".join(changed[:MOST_FILES])
+    files += f" and {len(changed) - MOST_FILES} more" if len(changed) > MOST_FILES else ""
+    if checkout := about.get("checkout"):
+        differ = f"; changed since {checkout}: {files}" if changed else ""
+        return f"the checkout is of {checkout}, not of {commit}, which git does not know{differ}"
+    return f"not what {commit} says: {files}" if changed else ""
 
 
 class Folder:
@@ -132,7 +143,8 @@ class Folder:
         document = {**self.about, "out": str(self.out), "jobs": [asdict(one) for one in records]}
         self._write(f"{SUMMARY}.json", json.dumps(document, indent=1) + "\n")
         self._write(f"{SUMMARY}.csv", self._as_csv(records))
-        files = sorted(path for path in self.out.rglob("*") if path.is_file())
+        kept = (path for path in self.out.iterdir() if path.name != CACHE)
+        files = sorted(path for top in kept for path in (top, *top.rglob("*")) if path.is_file())
         state = [(path, *_size_and_time(path)) for path in files]
         if state != self._kept:
             self._pack(files)

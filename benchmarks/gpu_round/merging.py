@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.bench_table import rows as rows_of_bench
 from benchmarks.end_to_end_rows import Row, read
-from benchmarks.gpu_round.kept import OK, ROOT, SUMMARY
+from benchmarks.gpu_round.kept import OK, ROOT, SUMMARY, told_of_files
 
 BENCHMARKS = ROOT / "benchmarks"
 UNKNOWN = ("", "unknown")
@@ -224,11 +224,8 @@ def write(path: Path, rows: Sequence[Row]) -> None:
 def merge(archive: Archive, words: Sequence[str], folder: Path, *, dry: bool = False) -> list[str]:
     """Take the rows of an archive's jobs into the tables of a folder; what was done, in lines."""
     taken, said = archive.jobs(words)
-    if archive.summary["changed"]:
-        said.append(
-            f"the files were not those of {archive.summary['commit']}: "
-            f"{', '.join(archive.summary['changed'][:8])}"
-        )
+    if differing := told_of_files(archive.summary):
+        said.append(f"the round's files: {differing}")
     fresh: dict[str, list[Row]] = {}
     columns: dict[str, list[str]] = {}
     for job in taken:

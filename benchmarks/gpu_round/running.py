@@ -17,8 +17,9 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from types import FrameType
 
-from benchmarks.gpu_round.job import Job
+from benchmarks.gpu_round.job import TEST_SECONDS, Job
 from benchmarks.gpu_round.kept import (
+    CACHE,
     ENDED,
     FAILED,
     INTERRUPTED,
@@ -28,16 +29,17 @@ from benchmarks.gpu_round.kept import (
     SKIPPED,
     Folder,
     Record,
-    counts,
     path_of_children,
-    progress,
 )
 from benchmarks.gpu_round.processes import GRACE, Started
+from benchmarks.gpu_round.pytest_log import counts, failed_tests, progress, unfinished_tests
 
 # What a round keeps of its seconds to end what runs and to write the archive.
 RESERVE = GRACE + 2.0
-# A job that takes so many times what it usually does, and a minute, hangs.
+# A job that takes so many times what it usually does, and a minute, hangs. Tests that hang, so many
+# one after the other, are named before.
 TIMES, MORE = 3.0, 60.0
+TESTS_IN_A_ROW = 2
 LOG, PLANS = "log.txt", "plans"
 STOPS = (signal.SIGINT, signal.SIGTERM)
 PULSE = 0.1
@@ -82,9 +84,29 @@ def command_of(job: Job, out: Path, commit: str, workers: int) -> list[str]:
     words = [sys.executable, *job.command[1:]]
     for name, value in values.items():
         words = [word.replace(name, value) for word in words]
-    if job.is_pytest and workers > 1 and is_there("pytest-xdist"):
+    # One process too: where it dies of a test, the others are still run.
+    if job.is_pytest and is_there("pytest-xdist"):
         words += ["-n", str(workers)]
     return words
+
+
+def environment_of(job: Job, out: Path) -> dict[str, str]:
+    """What its processes get: this checkout, and a folder of compiled kernels for all jobs, or for
+    a `cold` one its own.
+    """
+    cache = out / CACHE / job.name if job.cold else out / CACHE
+    return {
+        **os.environ,
+        "PYTHONPATH": path_of_children(),
+        "SAGEPATCH_CACHE_DIR": str(cache),
+        "SAGEPATCH_TEST_KERNELS": str(cache / "kernels"),
+    }
+
+
+def patience(job: Job) -> float:
+    """Seconds after which a job hangs."""
+    most = max(TIMES * job.seconds, job.seconds + MORE)
+    return most + TESTS_IN_A_ROW * TEST_SECONDS * job.is_pytest
 
 
 class Round:
@@ -157,6 +179,7 @@ class Round:
         out = self.folder.out
         mine = out / job.name
         mine.mkdir()
+        (out / CACHE).mkdir(mode=0o700, exist_ok=True)
         words = command_of(job, out, self.folder.about["commit"], workers)
         shown = shlex.join(["python", *words[1:]])
         record = Record(job.name, OK, command=shown, writes=dict(job.writes))
@@ -164,12 +187,11 @@ class Round:
         started = Started(
             words,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path_of_children()},
+            env=environment_of(job, out),
             log=mine / LOG,
             stdout=mine / job.stdout if job.stdout else None,
         )
-        most = max(TIMES * job.seconds, job.seconds + MORE)
-        until = min(started.began + most, self.over_at)
+        until = min(started.began + patience(job), self.over_at)
         self.running.append(Running(job, started, record, workers, until))
 
     def _collect(self) -> None:
@@ -186,8 +208,9 @@ class Round:
 
     def _end(self, one: Running, outcome: str, why: str) -> None:
         code = one.started.end()
-        self._note(one, code)
-        self._tell(one.record, outcome, why)
+        said = self._note(one, code)
+        running = unfinished_tests(said) if one.job.is_pytest else ""
+        self._tell(one.record, outcome, f"{why}; in {running}" if running else why)
 
     def _judge(self, one: Running, code: int) -> None:
         """What became of a job that has ended by itself."""
@@ -195,6 +218,8 @@ class Round:
         record, lacking = one.record, self._lacking(one.job)
         if code:
             self._tell(record, FAILED, f"exit code {code}")
+        elif one.job.is_pytest and (record.failed or record.errors):
+            self._tell(record, FAILED, "a process of the tests died")
         elif one.job.is_pytest and not record.passed:
             self._tell(record, SKIPPED, "no test ran")
         elif lacking:
@@ -202,13 +227,17 @@ class Round:
         else:
             self._tell(record, OK, "")
 
-    def _note(self, one: Running, code: int) -> None:
+    def _note(self, one: Running, code: int) -> str:
+        """Take into the record what a job's log says; the log."""
         one.record.exit_code, one.record.seconds = code, round(one.started.seconds, 1)
         log = self.folder.out / one.job.name / LOG
         said = log.read_text(encoding="utf-8", errors="replace")
         found = counts(said) or (progress(said) if one.job.is_pytest else {})
         for name, number in found.items():
             setattr(one.record, name, number)
+        if one.job.is_pytest:
+            one.record.failed_tests = failed_tests(said)
+        return said
 
     def _lacking(self, job: Job) -> list[str]:
         """Files that a job should have written, without the rows that it should have."""
@@ -226,6 +255,7 @@ class Round:
         self.records.append(record)
         tests = f", {record.passed} passed" if record.passed is not None else ""
         tests += f", {record.failed} failed" if record.failed else ""
+        tests += f": {record.failed_tests}" if record.failed_tests else ""
         say(f"{record.job}: {outcome}{f' ({why})' * bool(why)}, {record.seconds:.0f} s{tests}")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,19 +48,23 @@ COUNTED = (
     *(("triton.sage1_b", 128, ""), ("triton.sage1_b", 64, ""), ("triton.sage1_b", 64, "--causal")),
     *(("triton.sage1_t", 128, ""), ("triton.sage2_8", 64, "--causal")),
 )
+# Models whose job has been timed.
+TIMED = ("cogvideox_5b_49f", "sdxl_1024")
 TIMES = (
     of_tests(
         *("test_gpu_cost", "the guard and a kernel's first check cost what they may", 60, 1, EVERY),
         "gpu/test_gpu_cost.py",
         quiet=True,
+        guessed=True,
     ),
     *(
         _timed(
-            *(f"attention_{shape}", f"whole calls at {shape} beside torch, cuDNN and others", 45),
+            *(f"attention_{shape}", f"whole calls at {shape} beside torch, cuDNN and others", 40),
             "benchmarks/h200_attention.py --out {out}/h200_attention.csv --rounds 2",
             "h200_attention.csv",
             words=("--shape", shape, "--commit", "{commit}"),
             needs=("nvidia-cudnn-frontend", "sageattention"),
+            guessed=False,
         )
         for shape in SHAPES
     ),
@@ -71,7 +77,7 @@ TIMES = (
         _timed(
             f"end_to_end_{case.name}{'_compiled' * compiled}",
             f"one forward of {case.name}{' compiled' * compiled}, unpatched, calibrated and safe",
-            (75 if compiled else 45) + case.seconds,
+            (75 if compiled else 30) + case.seconds,
             "benchmarks/h200_end_to_end.py --out {out}/h200_end_to_end.csv --plans {plans}",
             *("h200_end_to_end.csv", "h200_end_to_end_parts.csv"),
             words=(
@@ -79,6 +85,7 @@ TIMES = (
                 *("--only", case.name + ":compile" * compiled),
             ),
             rows=3,
+            guessed=compiled or case.name not in TIMED,
         )
         for case in CASES
         for compiled in (False, True)
@@ -102,6 +109,7 @@ TIMES = (
         *("calibration_cost", "what a calibration costs beside the generation", 120),
         "benchmarks/calibration_cost.py --device cuda --seconds 100 --out {out} --commit {commit}",
         "calibration_cost.csv",
+        cold=True,
     ),
     _timed(
         *("rotary", "what rotary embeddings cost beside the attention", 60),
@@ -155,12 +163,13 @@ TIMES = (
         _timed(
             f"counters_{kernel}_{dim}{'_causal' * bool(causal)}",
             f"what binds {kernel} at head size {dim}{', causal' * bool(causal)}",
-            45,
+            25,
             "-m benchmarks.h200_counters --out {out}/h200_counters.csv --commit {commit}",
             "h200_counters.csv",
             words=("--variant", kernel, "--shape", f"1x33x8192x{dim}", *causal.split()),
             kernels=frozenset({kernel.split(".")[0]}),
             needs=("ncu",),
+            guessed=False,
         )
         for kernel, dim, causal in COUNTED
     ),
@@ -178,21 +187,63 @@ PLAN = "calibrated plan"
 SERVING = {
     kernel.recipe.name: kernel.toolchain for kernel in reversed((*CUDA_KERNELS, *TRITON_KERNELS))
 }
-DRAWINGS = tuple(
-    Job(
-        f"quality_{name.replace(' ', '_')}",
-        f"how far pictures of all 2,801 captions by {name} are from those of exact attention",
+# All exact pictures come first, whatever is compared with them; then so many seconds a recipe.
+EXACT_SECONDS = 90
+RECIPE_SECONDS = {"cuda": 30, "triton": 55}
+
+
+def _drawing(
+    name: str, what: str, conditions: Sequence[str], kernels: frozenset[str], each: int
+) -> Job:
+    """Pictures by some conditions, one after the other. Such jobs beside each other take longer;
+    what would not end in time is left out.
+    """
+    seconds = EXACT_SECONDS + each * len(conditions)
+    return Job(
+        f"quality_{name}",
+        f"how far pictures of all captions by {what} are from those of exact attention",
         (
             *("python", "-m", "benchmarks.quality.demo", "--part", "pictures", "--out", "{out}"),
-            *("--commit", "{commit}", "--only", name),
+            *("--seconds", str(5 * seconds // 2), "--commit", "{commit}", "--only", *conditions),
         ),
-        90,
-        HOPPER if name == PLAN else frozenset({SERVING[name]}),
-        quiet=name == PLAN,
+        seconds,
+        kernels,
+        guessed=False,
+        quiet=PLAN in conditions,
         workers=8,
         writes=(("demo_pictures.csv", "quality/demo_all_captions.csv"), ("demo_steps.csv", "")),
+        # The exact ones with another seed, too.
+        rows=1 + len(conditions),
     )
-    for name in (*sorted(SERVING), PLAN)
+
+
+def _served(toolchain: str, *beginnings: str) -> list[str]:
+    """Recipes whose name begins so and that a toolchain serves."""
+    return [
+        name
+        for name, serving in sorted(SERVING.items())
+        if serving == toolchain and name.startswith(beginnings)
+    ]
+
+
+DRAWINGS = (
+    _drawing(
+        *("cuda", "what Hopper kernels serve", _served("cuda", "sage"), CUDA),
+        RECIPE_SECONDS["cuda"],
+    ),
+    _drawing(
+        *("triton_8bit", "what Triton serves of eight bits"),
+        *(_served("triton", "sage1", "sage2_8", "sage2pp_8"), TRITON, RECIPE_SECONDS["triton"]),
+    ),
+    _drawing(
+        *("triton_4bit", "what Triton serves of four bits"),
+        *(_served("triton", "sage2_4", "sage2pp_4"), TRITON, RECIPE_SECONDS["triton"]),
+    ),
+    # With what calibrating takes.
+    replace(
+        _drawing(PLAN.replace(" ", "_"), f"the {PLAN}", (PLAN,), HOPPER, 60),
+        guessed=True,
+    ),
 )
 MODELS = (
     _timed(

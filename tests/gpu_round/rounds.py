@@ -10,7 +10,8 @@ from benchmarks.gpu_round.kept import Folder
 from benchmarks.gpu_round.running import Round
 
 ABOUT: dict[str, Any] = {
-    **{"commit": "abc1234", "changed": [], "gpu": "a GPU", "gpus": 1, "driver": "1.2"},
+    **{"commit": "abc1234", "changed": [], "checkout": ""},
+    **{"gpu": "a GPU", "gpus": 1, "driver": "1.2"},
     **{"cuda": "13.0", "python": "3.12", "versions": {"torch": "2.0", "triton": None}},
     "command": "python -m benchmarks.gpu_round",
 }

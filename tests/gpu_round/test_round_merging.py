@@ -222,7 +222,7 @@ def test_pages_that_name_a_replaced_commit_are_said(folder: Path, tmp_path: Path
     rows = fresh(read(folder / "h200_masked.csv"))
     held = archive(tmp_path, job("m", "h200_masked.csv", csv_text(rows)), changed=("a.cu",))
     said = merge(held, [], folder)
-    assert said[0] == "the files were not those of abc1234: a.cu"
+    assert said[0] == "the round's files: not what abc1234 says: a.cu"
     assert said[-1] == "docs/page.md names 69e929a: read it again"
 
 

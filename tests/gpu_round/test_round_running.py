@@ -18,8 +18,7 @@ from rounds import job
 
 from benchmarks.gpu_round import processes, running
 from benchmarks.gpu_round.job import PYTEST
-from benchmarks.gpu_round.jobs import chosen
-from benchmarks.gpu_round.kept import counts, progress
+from benchmarks.gpu_round.kept import CACHE
 from benchmarks.gpu_round.running import RESERVE as AT_LEAST
 from benchmarks.gpu_round.running import Round
 
@@ -231,62 +230,30 @@ def test_what_a_job_prints_may_be_its_table(make: Make, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "printed" / "log.txt").read_text() == "words\n"
 
 
-@pytest.mark.parametrize(
-    ("said", "found"),
-    [
-        ("..\n3 passed in 1.20s\n", (3, 0, 0, 0)),
-        ("== 1 failed, 2 passed, 1 warning, 2 errors in 61.00s (0:01:01) ==\n", (2, 1, 2, 0)),
-        ("5 skipped, 7 deselected in 0.1s\n", (0, 0, 0, 5)),
-        ("1 passed in 1s\n4 passed in 2s\n", (4, 0, 0, 0)),
-        ("16.0 passed by\n", None),
-    ],
-)
-def test_pytests_closing_line(said: str, found: tuple[int, ...] | None) -> None:
-    assert tuple(counts(said).values()) == (found or ())
-
-
-def test_tests_are_counted_where_pytest_was_killed(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert tuple(progress("...F [ 10%]\n..s\nE.\nFAILED a.py ...\n.").values()) == (7, 1, 1, 1)
-    tests = tmp_path / "test_one.py"
-    # Does not hear when it is asked to end.
-    tests.write_text(
-        "import signal, time\n"
-        "def test_one(): pass\n"
-        "def test_two():\n"
-        "    signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "    time.sleep(60)\n"
-    )
-    monkeypatch.setattr(processes, "GRACE", 0.3)
-    going = make(replace(job("tests", ""), command=(*PYTEST, "-q", str(tests))))
-    log = tmp_path / "out" / "tests" / "log.txt"
-
-    def stop() -> None:
-        while not log.exists() or "." not in log.read_text():
-            time.sleep(0.05)
-        going.stopped = True
-
-    threading.Thread(target=stop).start()
-    (record,) = going.run()
-    assert (record.outcome, record.passed, record.failed) == ("interrupted", 1, 0)
-
-
-def test_pytest_gets_its_processes_only_where_it_can_have_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tested,) = chosen(["test_cuda_masks"])
-    for there, last in ((True, ["-n", "6"]), (False, ["tests/backends/test_cuda_masks.py"])):
-        monkeypatch.setattr(running, "is_there", lambda need, there=there: there)
-        words = running.command_of(tested, tmp_path, "abc1234", 6)
-        assert words[-len(last) :] == last
-
-
 def test_a_run_of_tests_of_which_none_ran_proves_nothing(make: Make, tmp_path: Path) -> None:
     tests = tmp_path / "test_one.py"
     tests.write_text("import pytest\n@pytest.mark.skip\ndef test_one(): pass\n")
     skipping = replace(job("tests", ""), command=(*PYTEST, str(tests)))
     assert outcomes(make(skipping)) == {"tests": ("skipped", "no test ran")}
+
+
+def test_jobs_share_kernels_that_the_archive_leaves_out(make: Make, tmp_path: Path) -> None:
+    code = (
+        "import os, pathlib, sys\n"
+        "kernels = pathlib.Path(os.environ['SAGEPATCH_TEST_KERNELS'])\n"
+        "kernels.mkdir(exist_ok=True, parents=True)\n"
+        "assert kernels.parent == pathlib.Path(os.environ['SAGEPATCH_CACHE_DIR'])\n"
+        "pathlib.Path(sys.argv[1], 'found').write_text(str(list(kernels.iterdir())))\n"
+        "(kernels / 'a.cubin').write_text('x')\n"
+    )
+    going = make(job("a", code), job("b", code), job("c", code, cold=True), cores=1)
+    assert {outcome for outcome, _ in outcomes(going).values()} == {"ok"}
+    found = {name: (tmp_path / "out" / name / "found").read_text() for name in "abc"}
+    assert (found["a"], found["c"]) == ("[]", "[]")
+    assert "a.cubin" in found["b"]
+    assert (tmp_path / "out" / CACHE).stat().st_mode & 0o077 == 0
+    with tarfile.open(tmp_path / "out.tar") as tar:
+        assert not [name for name in tar.getnames() if "cubin" in name]
 
 
 @LINUX

@@ -15,9 +15,11 @@ import rounds
 
 from benchmarks.end_to_end_rows import read
 from benchmarks.gpu_round import __main__ as command
-from benchmarks.gpu_round.job import EVERY, Job
+from benchmarks.gpu_round import running
+from benchmarks.gpu_round.job import EVERY, HOPPER, TEST_SECONDS, Job
 from benchmarks.gpu_round.jobs import JOBS, chosen, table
 from benchmarks.gpu_round.merging import TABLES
+from benchmarks.gpu_round.timings import PLAN, SERVING
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -43,7 +45,7 @@ def script_of(job: Job) -> Path | None:
 def test_names_are_unique_and_are_names_of_folders() -> None:
     assert max(Counter(job.name for job in JOBS).values()) == 1
     assert all(re.fullmatch(r"[a-z0-9_.]+", job.name) for job in JOBS)
-    assert not {"summary.json", "summary.csv", "plans"} & {job.name for job in JOBS}
+    assert not {"summary.json", "summary.csv", "plans", "cache"} & {job.name for job in JOBS}
 
 
 @each_job
@@ -90,6 +92,32 @@ def test_every_file_of_kernels_tests_is_a_job() -> None:
     }
     files |= {file.name for file in (ROOT / "tests" / "gpu").glob("test_*.py")}
     assert files - WITHOUT_GPU <= tested
+
+
+def test_jobs_draw_every_recipe_and_the_plan_once() -> None:
+    drawn = [
+        word
+        for job in chosen(["quality_*"])
+        for word in job.command[job.command.index("--only") + 1 :]
+    ]
+    assert Counter(drawn) == dict.fromkeys((*SERVING, PLAN), 1)
+    for job in chosen(["quality_*"]):
+        names = job.command[job.command.index("--only") + 1 :]
+        assert job.rows == 1 + len(names)
+        # It ends by itself before it is ended.
+        assert job.seconds < float(job.command[job.command.index("--seconds") + 1])
+        assert float(job.command[job.command.index("--seconds") + 1]) < running.patience(job)
+        assert job.quiet == (PLAN in names)
+        if job.kernels != HOPPER:
+            assert {SERVING[name] for name in names} == job.kernels
+
+
+def test_a_test_that_hangs_is_named_before_its_job_is_ended() -> None:
+    for job in JOBS:
+        if job.is_pytest:
+            assert f"--timeout={TEST_SECONDS}" in job.command
+            assert "--timeout-method=thread" in job.command
+            assert running.patience(job) > job.seconds + TEST_SECONDS
 
 
 def test_every_script_for_a_gpu_is_a_job() -> None:
@@ -145,7 +173,7 @@ def test_a_round_refuses_what_it_cannot_do(
     assert command.run(["no_such_job"]) == 2
     (tmp_path / "full").write_text("")
     assert command.run(["masked", "--out", str(tmp_path)]) == 2
-    about = {"gpus": 0, "commit": "abc1234", "changed": []}
+    about = {"gpus": 0, "commit": "abc1234", "changed": [], "checkout": ""}
     monkeypatch.setattr(command, "facts", lambda commit: about)
     assert command.run(["masked", "--out", str(tmp_path / "new")]) == 2
     about |= {"gpus": 1, "commit": "unknown"}
