@@ -22,6 +22,8 @@ TOGETHER = re.compile(r"__\w+_sync\(|__syncthreads|__syncwarp|\bbar\.|wgmma|mma\
 DEFINED = re.compile(r"\b(\w+)\s*\([^;{}]*\)\s*(?:const\s*)?\{")
 # What stands before parentheses and a brace and is no function.
 NO_NAMES = {"if", "for", "while", "switch", "constexpr", "__launch_bounds__"}
+# A name in capitals, or its comparison with a number: known when it is compiled.
+CONSTANT = re.compile(r"(?:[A-Z][A-Z0-9_]*(?: [<>] \d+)?)?")
 # Votes that all threads come to agree on: what stands behind one in a condition runs for all of
 # them or for none.
 VOTES = ("all_of_us", "__any_sync", "__all_sync")
@@ -73,7 +75,7 @@ def skipped(text: str, shared: set[str]) -> list[str]:
 
 
 def reach(text: str, closing: str, opening: str, ends: str) -> str:
-    """The part of an expression up to the parenthesis around it, or to one of `ends` outside any."""
+    """The part of an expression up to the parenthesis around it, or to one of `ends`."""
     depth = 0
     for at, letter in enumerate(text):
         if letter in opening:
@@ -88,9 +90,7 @@ def reach(text: str, closing: str, opening: str, ends: str) -> str:
 def is_one_for_all(operand: str) -> bool:
     """Whether it is known when it is compiled, or the outcome of a vote."""
     operand = re.sub(r"\breturn\b|decltype\(\w+\)::value", "", operand).strip(" !(\n")
-    return operand.startswith(VOTES) or bool(
-        re.fullmatch(r"(?:[A-Z][A-Z0-9_]*(?: [<>] \d+)?)?", operand)
-    )
+    return operand.startswith(VOTES) or bool(CONSTANT.fullmatch(operand))
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
